@@ -252,6 +252,15 @@ def _splits_rows(strategy: Strategy, call: NodeCall, layer: MixtureLayer) -> boo
     return list(strategy.inputs) == wanted and all(out == S(0) for out in strategy.outputs)
 
 
+def _like(rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    """About what sorting rows costs."""
+    return rows.clone()
+
+
+ALL_TO_ALL = RuntimeCall("all_to_all")
+DISPATCH, COMBINE = (RuntimeCall(name, likeness=_like) for name in ("dispatch", "combine"))
+
+
 class _OnExpertRanks(Rewriting):
     """The rewriting of one graph, node after node."""
 
@@ -260,9 +269,9 @@ class _OnExpertRanks(Rewriting):
         self.layers, self.n, self.apart = layers, n, apart
         self.home = {node: layer for layer in layers for node in layer.dims}
         self.weights = {node: layer for layer in layers for node in layer.weights}
-        self.ends: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # arrivals and ends here, by `ends`
+        self.arrivals: dict[fx.Node, fx.Node] = {}  # how many rows come, by `ends` of the layer
         self.sent: dict[fx.Node, fx.Node] = {}
-        self.there: dict[fx.Node, fx.Node] = {}  # nodes inside layers
+        self.there: dict[fx.Node, fx.Node] = {}  # nodes inside layers, and their `ends`
 
     def graph(self) -> Graph:
         """The graph of one expert rank."""
@@ -289,57 +298,71 @@ class _OnExpertRanks(Rewriting):
 
     def _inside(self, node: fx.Node, layer: MixtureLayer) -> None:
         """A node that is computed where the experts are."""
-        if layer.ends is None:
-            self._stacked(node, layer)
-            return
-        if layer.ends not in self.ends:
-            self.ends[layer.ends] = self._routes(node, layer)
-        arrivals, ends = self.ends[layer.ends]
+        if layer.ends is not None and layer.ends not in self.arrivals:
+            self._route(node, layer, layer.ends)
 
         def operand(one: fx.Node) -> fx.Node:
-            if one is layer.ends:
-                return ends
-            if one in layer.weights:
-                return self.nodes[one]
             if one in self.there:
                 return self.there[one]
+            if one in layer.weights:
+                return self.nodes[one]
             if one not in self.sent:
-                self.sent[one] = self._sent(one, node, layer, arrivals)
+                self.sent[one] = self._sent(one, node, layer)
             return self.sent[one]
 
-        made = self.copy(node, operand)
-        made.meta["arriving"] = True
-        self.there[node] = made
+        made = self.there[node] = self.copy(node, operand)
+        if layer.ends is None:
+            made.meta["val"] = self._local(node, layer.dims[node])
+        else:
+            made.meta["arriving"] = True
         if any(user not in layer.dims for user in node.users):
-            self.nodes[node] = self._combined(node, made, layer, arrivals)
+            self.nodes[node] = self._returned(node, layer)
 
-    def _stacked(self, node: fx.Node, layer: MixtureLayer) -> None:
-        """A node that is computed for the experts of this rank and the samples of all."""
+    def _route(self, node: fx.Node, layer: MixtureLayer, ends: fx.Node) -> None:
+        """Find how many rows come, and where those of each expert end."""
+        each, value = layer.size // self.n, ends.meta["val"]
+        call = RuntimeCall("expert_arrivals", likeness=lambda x: x.view(-1, each))
+        exchange = self._exchange(4 * layer.size, carries=False)
+        meta = place(node) | {"val": value.new_empty(self.n, each), "exchange": exchange}
+        arrivals = self.insert(call.name, call, (self.nodes[ends],), meta, carries=False)
+        call = RuntimeCall("expert_ends", likeness=lambda x: x.sum(0).cumsum(0).to(torch.int32))
+        meta = place(node) | {"val": value.new_empty(each, dtype=torch.int32)}
+        self.there[ends] = self.insert(call.name, call, (arrivals,), meta, carries=False)
+        self.arrivals[ends] = arrivals
 
-        def operand(one: fx.Node) -> fx.Node:
-            if one in layer.weights or one in self.there:
-                return self.there.get(one) or self.nodes[one]
-            if one not in self.sent:
-                experts, samples = layer.sources[one]
-                self.sent[one] = self._moved(one, self.nodes[one], node, samples, experts)
-                self.sent[one].meta["val"] = self._local(one, (experts, samples))
-            return self.sent[one]
+    def _sent(self, node: fx.Node, user: fx.Node, layer: MixtureLayer) -> fx.Node:
+        """A value from outside, where the experts are."""
+        if layer.ends is not None:
+            args = self.nodes[node], self.nodes[layer.ends], self.arrivals[layer.ends]
+            return self._exchanged(node, user, DISPATCH, args)
+        experts, samples = layer.sources[node]
+        sent = self._exchanged(node, user, ALL_TO_ALL, (self.nodes[node], samples, experts))
+        sent.meta["val"] = self._local(node, (experts, samples))
+        return sent
 
-        made = self.copy(node, operand)
-        self.there[node], dims = made, layer.dims[node]
-        made.meta["val"] = self._local(node, dims)
-        if any(user not in layer.dims for user in node.users):
-            self.nodes[node] = self._moved(node, made, node, *dims)
+    def _returned(self, node: fx.Node, layer: MixtureLayer) -> fx.Node:
+        """A value that is computed where the experts are, where its rows or samples came from."""
+        if layer.ends is None:
+            return self._exchanged(node, node, ALL_TO_ALL, (self.there[node], *layer.dims[node]))
+        rows = self.there[node], self.nodes[layer.ends], self.arrivals[layer.ends]
+        return self._exchanged(node, node, COMBINE, (*rows, shape_of(node)[0]))
 
-    def _moved(self, node: fx.Node, made: fx.Node, user: fx.Node, dim: int, to: int) -> fx.Node:
-        """A value in pieces along another dimension, by all-to-all."""
+    def _exchanged(
+        self, node: fx.Node, user: fx.Node, call: RuntimeCall, args: tuple[Any, ...]
+    ) -> fx.Node:
+        """A value that a call brings to other ranks, in the module of `user`."""
         carries = node.name in self.whole.differentiable
         exchange = self._exchange(nbytes_of(node), carries)
-        call = RuntimeCall("all_to_all")
-        args, value, name = (made, dim, to), node.meta["val"], f"{node.name}_all_to_all"
-        moved = self._call(call, args, user, value, exchange, name, carries)
-        moved.kwargs = {"axis": "expert"}
-        return moved
+        meta = place(user) | {"val": node.meta["val"], "exchange": exchange}
+        kwargs = {"axis": "expert"} if call == ALL_TO_ALL else {}
+        name = f"{node.name}_{call.name}"
+        return self.insert(name, call, args, meta, carries=carries, kwargs=kwargs)
+
+    def _exchange(self, nbytes: int, carries: bool) -> NodeCollectives:
+        """The all-to-alls of one value, there and its gradient back."""
+        action: Any = (("all-to-all", float(nbytes) * self.n),)
+        back = action if carries else ()
+        return NodeCollectives(self.n, action, back, self.apart, axis="expert")
 
     def _local(self, node: fx.Node, dims: tuple[int, int]) -> torch.Tensor:
         """What a rank has of a value with experts and samples in these dimensions."""
@@ -348,57 +371,3 @@ class _OnExpertRanks(Rewriting):
         shape[dims[0]] //= self.n
         shape[dims[1]] *= self.n
         return resized(value, shape)
-
-    def _routes(self, node: fx.Node, layer: MixtureLayer) -> tuple[fx.Node, fx.Node]:
-        """How many rows come, and where those of each expert end."""
-        assert layer.ends is not None
-        each = layer.size // self.n
-        value = layer.ends.meta["val"]
-        ends = self.nodes[layer.ends]
-        exchange = self._exchange(4 * layer.size, carries=False)
-        call = RuntimeCall("expert_arrivals", likeness=lambda x: x.view(-1, each))
-        arrivals = self._call(call, (ends,), node, value.new_empty(self.n, each), exchange)
-        call = RuntimeCall("expert_ends", likeness=lambda x: x.sum(0).cumsum(0).to(torch.int32))
-        here = self._call(call, (arrivals,), node, value.new_empty(each, dtype=torch.int32), None)
-        return arrivals, here
-
-    def _sent(self, one: fx.Node, user: fx.Node, layer: MixtureLayer, arrivals: fx.Node) -> fx.Node:
-        """A value of rows, where the experts are."""
-        assert layer.ends is not None
-        value: torch.Tensor = one.meta["val"]
-        carries = one.name in self.whole.differentiable
-        args = self.nodes[one], self.nodes[layer.ends], arrivals
-        call = RuntimeCall("dispatch", likeness=_like)
-        exchange = self._exchange(nbytes_of(one), carries)
-        return self._call(call, args, user, value, exchange, f"{one.name}_dispatch", carries)
-
-    def _combined(
-        self, node: fx.Node, made: fx.Node, layer: MixtureLayer, arrivals: fx.Node
-    ) -> fx.Node:
-        """A value of rows, where they came from."""
-        assert layer.ends is not None
-        carries = node.name in self.whole.differentiable
-        args = made, self.nodes[layer.ends], arrivals, shape_of(node)[0]
-        call = RuntimeCall("combine", likeness=_like)
-        exchange = self._exchange(nbytes_of(node), carries)
-        value = node.meta["val"]
-        return self._call(call, args, node, value, exchange, f"{node.name}_combine", carries)
-
-    def _exchange(self, nbytes: int, carries: bool) -> NodeCollectives:
-        """The all-to-alls of one value, there and its gradient back."""
-        action: Any = (("all-to-all", float(nbytes) * self.n),)
-        back = action if carries else ()
-        return NodeCollectives(self.n, action, back, self.apart, axis="expert")
-
-    def _call(
-        self, call: RuntimeCall, args: tuple[Any, ...], like: fx.Node, value: torch.Tensor,
-        exchange: NodeCollectives | None, name: str = "", carries: bool = False,
-    ) -> fx.Node:  # fmt: skip
-        """A call of the runtime in the module of `like`."""
-        meta = place(like) | {"val": value} | ({"exchange": exchange} if exchange else {})
-        return self.insert(name or call.name, call, args, meta, carries=carries)
-
-
-def _like(rows: torch.Tensor, *_: Any) -> torch.Tensor:
-    """About what sorting rows costs."""
-    return rows.clone()
