@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from parcompiler.cost import collective
+from parcompiler.passes.base import MARGIN
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.estimate import least_update, orders_of
 from parcompiler.passes.forced import division_task
@@ -30,7 +31,6 @@ from parcompiler.timeline import Message, StageCost, step_time, timing
 
 TINY = 1e-9  # sums of the same numbers in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
-SLACK = 0.1  # share by which whole blocks may be uneven before the stage pass tries parts of them
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
 
 
@@ -48,8 +48,8 @@ class Packed(NamedTuple):
 
     @property
     def is_coarse(self) -> bool:
-        """Whether whole blocks are too uneven, or too large: parts are tried then."""
-        return self.slowest == math.inf or self.whole > (1 + SLACK) * self.even
+        """Whether whole blocks are too uneven, or too large: the stage pass tries parts then."""
+        return self.slowest == math.inf or self.whole > (1 + MARGIN) * self.even
 
     def busy(self, problem: Problem, plan: Plan) -> float:
         """Seconds of a step of the slowest rank were it never idle."""

@@ -23,11 +23,11 @@ from typing import ClassVar
 from parcompiler.capture.blocks import why_so_few
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import given
-from parcompiler.passes.base import Pass
+from parcompiler.passes.base import MARGIN, Pass
 from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts, spared
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate, least_update
-from parcompiler.passes.even import SLACK, TINY, as_asked
+from parcompiler.passes.even import TINY, as_asked
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
@@ -53,8 +53,8 @@ class StagePass(Pass):
     """
 
     name: ClassVar[str] = "stage"
-    slack: float = SLACK
-    gain: float = 0.1
+    slack: float = MARGIN
+    gain: float = MARGIN
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Divide into stages, and recompute what the user asked for or what memory forces.
@@ -114,20 +114,21 @@ class StagePass(Pass):
         from, even stages, or the best of these improved by moving blocks."""
         shortest = _Shortest(problem, plan, wanted)
         level: int | None = None
-        others: tuple[tuple[int, ...], ...] = ()
+        others: list[tuple[int, tuple[int, ...]]] = []
         refusal: InfeasibleError | UndecidedError | None = None
         try:
-            level, division, trial = self._solved(problem, plan, wanted, explain=explain)
+            coarser, (level, division, trial) = self._solved(problem, plan, wanted, explain=explain)
         except (InfeasibleError, UndecidedError) as error:
             refusal = error
         else:
-            others, shortest.bounds[level] = division.others, division.bound
+            others = [*((level, stage_of) for stage_of in division.others), *coarser]
+            shortest.bounds[level] = division.bound
             decided = _decided(problem, trial, level, division)
             try:
                 shortest.take(decided, level, division.stage_of)
             except PlanError:  # an order that never ends: the verifier says why
                 return decided
-        for alternative in _alternatives(problem, plan, level, others):
+        for alternative in (*others, *_alternatives(problem, plan, level)):
             shortest.consider(*alternative)
         if shortest.plan is None:
             assert refusal is not None
@@ -141,9 +142,10 @@ class StagePass(Pass):
 
     def _solved(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
-    ) -> tuple[int, StageDivision, Plan]:
+    ) -> tuple[list[tuple[int, tuple[int, ...]]], tuple[int, StageDivision, Plan]]:
         """The coarsest granularity that is good enough, the solver's division at it, and a plan
-        with the blocks that are recomputed then."""
+        with the blocks that are recomputed then; and before it the divisions at coarser ones."""
+        coarser: list[tuple[int, tuple[int, ...]]] = []
         best: tuple[int, StageDivision, Plan] | None = None
         refusal: InfeasibleError | None = None
         for level in problem.levels:
@@ -158,6 +160,7 @@ class StagePass(Pass):
                 refusal = error
                 continue
             if best is None or division.objective < (1 - self.gain) * best[1].objective:
+                coarser += [(best[0], best[1].stage_of)] if best else []
                 best = level, division, trial
             least = _fill_and_drain(problem, best[2], best[0])
             if best[1].objective <= (1 + self.slack) * least:
@@ -168,17 +171,15 @@ class StagePass(Pass):
             if stages > len(problem.priced(problem.levels[-1]).cut.blocks):
                 refusal.add_note(why_so_few(problem.graph))
             raise refusal
-        return best
+        return coarser, best
 
 
 def _alternatives(
-    problem: Problem, plan: Plan, level: int | None, others: Sequence[tuple[int, ...]]
+    problem: Problem, plan: Plan, level: int | None
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Granularities and stages to compare with the solver's at `level`: its starting points, and
-    stages even in layers or in blocks; where it failed, also even in seconds and in bytes."""
+    """Granularities and stages to compare with the solver's at `level`: stages even in layers or in
+    blocks; where it failed, also even in seconds and in bytes."""
     stages = len(outline(plan).placement)
-    if level is not None:
-        yield from ((level, stage_of) for stage_of in others)
     with suppress(InputError):  # too few layers
         yield given.division(problem, "even", stages)
     sizes = {k: len(problem.priced(k).cut.blocks) for k in problem.levels}

@@ -262,7 +262,7 @@ def test_what_memory_forces_is_offloaded_where_the_link_is_faster_than_a_second_
         assert program.plan.offload == (bandwidth > 1e11)
         assert max(program.simulate().peak_memory) <= memory
         steps.append(program.simulate().step_time)
-    assert steps[1] < 0.97 * steps[0]
+    assert steps[1] < 0.98 * steps[0]
 
 
 @pytest.mark.parametrize(("ranks", "gibibytes"), [(1, 0.66), (1, 0.5), (2, 0.6)])
