@@ -35,10 +35,11 @@ from parcompiler.spmd.placement import R, S, resized
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
 from parcompiler.spmd.strategy import Strategy
+from parcompiler.spmd.views import permutation
 
 GROUPED = ("grouped_mm_fallback", "_grouped_mm", "grouped_mm")
 STACKED = ("einsum", "bmm", "baddbmm", "matmul")
-SLIDES = ("transpose", "to", "permute", "t", "mT", "_to_copy")  # keep the experts where they are
+CASTS = ("to", "_to_copy")
 
 
 @dataclass
@@ -167,7 +168,7 @@ def _fill_between(layer: MixtureLayer, products: Sequence[fx.Node]) -> None:
 def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
     """Take note of what leads from a parameter to a product; whether that is all it leads to."""
     path = []
-    while name_of(node) in SLIDES and len(node.all_input_nodes) == 1:
+    while _leaves_experts_first(node):
         path.append(node)
         node = node.all_input_nodes[0]
     item = graph.by_node.get(node.name)
@@ -179,6 +180,12 @@ def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
     layer.weights |= dict.fromkeys(reversed(path)) | {node: None}
     layer.parameters[item.name] = None
     return True
+
+
+def _leaves_experts_first(node: fx.Node) -> bool:
+    """Whether a node only casts weights, or puts dimensions behind that of the experts in another
+    order."""
+    return name_of(node) in CASTS or (permutation(node) or [-1])[0] == 0
 
 
 def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:

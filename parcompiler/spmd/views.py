@@ -12,9 +12,14 @@ splits the last dimension in pieces of whole heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
+from torch import fx
+
+from parcompiler.capture.effects import arguments_of, name_of
+from parcompiler.graph import shape_of
 from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.dimensions import formula, words
 from parcompiler.spmd.formula import Family, Rule
@@ -116,29 +121,48 @@ def repeat_interleave(call: NodeCall) -> Rule | None:
     return Rule(formula([listed], [listed]), tuple(sizes))
 
 
-def permute(call: NodeCall) -> Rule | None:
-    """Dimensions in another order."""
-    rank, name = len(call.shapes[0]), call.base
+def permutation(node: fx.Node) -> list[int] | None:
+    """The order into which a node puts the dimensions of its operand; None of other nodes.
+
+    >>> import torch
+    >>> x = fx.Graph().placeholder("x")
+    >>> x.meta["val"] = torch.empty(2, 3, 4)
+    >>> permutation(x.graph.call_function(torch.ops.aten.swapaxes.default, (x, 1, -1)))
+    [0, 2, 1]
+    """
+    name = name_of(node).removesuffix("_")
+    if name not in PERMUTING:
+        return None
+    arguments, rank = arguments_of(node), len(shape_of(node.all_input_nodes[0]))
     order = list(range(rank))
     if name == "permute":
-        order = [dim % rank for dim in call.arguments["dims"]]
-    elif name in ("t", "numpy_T"):
-        order.reverse()
-    elif rank:
-        first, second = rank - 2, rank - 1
-        if name not in ("mT", "adjoint"):
-            names = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
-            first, second = (call.arguments[argument] % rank for argument in names)
+        return [dim % rank for dim in arguments["dims"]]
+    if name in ("t", "numpy_T"):
+        return order[::-1]
+    if rank:
+        first, second = (arguments.get(dim, dim) for dim in _SWAPS[name])
         order[first], order[second] = order[second], order[first]
-    listed = words(rank)
-    return Rule(formula([listed], [[listed[dim] for dim in order]]))
+    return order
+
+
+# What changes places: the dimensions that arguments name, or the last two.
+_SWAPS: Mapping[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("transpose", "swapdims"), ("dim0", "dim1")),
+    "swapaxes": ("axis0", "axis1"),
+    **dict.fromkeys(("mT", "adjoint", "matrix_H"), (-2, -1)),
+}
+PERMUTING = ("permute", "t", "numpy_T", *_SWAPS)
+
+
+def permute(call: NodeCall) -> Rule | None:
+    """Dimensions in another order."""
+    listed = words(len(call.shapes[0]))
+    return Rule(formula([listed], [[listed[dim] for dim in permutation(call.node) or ()]]))
 
 
 RULES: dict[str, str | Family] = {
     **dict.fromkeys((*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel"), view),
-    **dict.fromkeys(
-        ("permute", "t", "numpy_T", "transpose", "swapaxes", "swapdims", "mT", "adjoint"), permute
-    ),
+    **dict.fromkeys(PERMUTING, permute),
     "expand": expand,
     "repeat": repeat,
     "repeat_interleave": repeat_interleave,

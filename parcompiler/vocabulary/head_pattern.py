@@ -21,6 +21,7 @@ from torch import fx
 
 from parcompiler.capture.effects import arguments_of, name_of, overload_name
 from parcompiler.graph import CrossEntropy, Graph, Parameter, dtype_of, shape_of
+from parcompiler.spmd.views import permutation
 from parcompiler.vocabulary.nodes import (
     is_copy,
     source,
@@ -384,13 +385,7 @@ def _row_operation(chain: Chain, node: fx.Node, name: str) -> RowOperation:
         chain.dim = places[0]
         sizes = [-1 if i == chain.dim else size for i, size in enumerate(after)]
         return RowOperation(node, torch.ops.aten.reshape.default, (sizes,))
-    if name in ("transpose", "permute", "t", "swapaxes"):
-        order = list(range(len(before)))
-        if name == "permute":
-            order = [place % len(before) for place in values["dims"]]
-        else:
-            one, other = (values["dim0"], values["dim1"]) if name == "transpose" else (0, -1)
-            order[one], order[other] = order[other], order[one]
+    if (order := permutation(node)) is not None:
         chain.dim = order.index(dim)
         return RowOperation(node, torch.ops.aten.permute.default, (order,))
     if name in ("slice", "select", "narrow", "index_select"):

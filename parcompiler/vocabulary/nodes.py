@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from parcompiler.capture.effects import arguments_of, effects_of, name_of
+from parcompiler.capture.effects import effects_of, name_of
 from parcompiler.capture.prologue import cone
 from parcompiler.capture.rewriting import Rewriting
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
+from parcompiler.spmd.views import permutation
 
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze")
 _COPIES = frozenset("alias contiguous clone to _to_copy float double".split())
@@ -33,19 +34,9 @@ def source(node: fx.Node) -> fx.Node:
 def transposed(node: fx.Node) -> fx.Node | None:
     """The matrix that a node is the transpose of; None when it is something else."""
     node = source(node)
-    name = name_of(node)
-    if not name or not node.args or not isinstance(node.args[0], fx.Node):
+    if permutation(node) != [1, 0] or dtype_of(node).is_complex:  # some are of the conjugate
         return None
-    operand = node.args[0]
-    if len(shape_of(operand)) != 2:
-        return None
-    values = arguments_of(node)
-    is_transpose = name in ("t", "numpy_T", "mT", "matrix_H")
-    if name == "transpose":
-        is_transpose = values["dim0"] % 2 != values["dim1"] % 2
-    elif name == "permute":
-        is_transpose = [dim % 2 for dim in values["dims"]] == [1, 0]
-    return source(operand) if is_transpose else None
+    return source(node.all_input_nodes[0])
 
 
 def tensor_of(graph: Graph, node: object) -> Parameter | None:

@@ -143,6 +143,28 @@ def test_experts_that_draw_by_row_are_not_sorted_by_context_ranks() -> None:
         pc.compile(program, pc.Mesh(context=2, expert=2), **OPTIONS)
 
 
+class ExpertsInside(torch.nn.Module):
+    """A mixture whose parameter has the experts as its second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(8, 8)
+        self.experts = torch.nn.Parameter(torch.randn(8, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = self.router(x).argmax(-1)
+        ends = torch.histc(number.float(), 8, 0, 7).cumsum(0).to(torch.int32)
+        rows = x[number.argsort()].to(torch.bfloat16)
+        weight = self.experts.to(torch.bfloat16).transpose(0, 1)
+        return torch.nn.functional.grouped_mm(rows, weight, offs=ends).sum()
+
+
+def test_experts_that_are_not_the_first_dimension_are_not_divided() -> None:
+    x = {"x": torch.randn(16, 8)}
+    with pytest.raises(pc.InputError, match="has none that are known as such"):
+        pc.compile(ExpertsInside(), pc.Mesh(data=2, expert=2), x, microbatches=2, progress=False)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_data_ranks_with_the_same_experts_share_them_out(zero: int, tmp_path: Path) -> None:
     program = compiled("moe", {"data": 4, "expert": 2}, zero=zero)

@@ -106,7 +106,7 @@ CASES: Mapping[str, list[Case]] = {
                 name,
             )
         ]
-        for name in ("_conj", "imag")
+        for name in ("_conj", "imag", "matrix_H")
     },
     "complex": [lambda a, b, c, d: example(aten.complex.default, real(a, b), real(a, b))],
     "copy": [lambda a, b, c, d: example(aten.copy_.default, real(a, b), real(1, b))],

@@ -61,6 +61,10 @@ def transposed(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model.head(x).transpose(1, 2), labels)
 
 
+def swapped(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(x).swapaxes(1, 2), labels)
+
+
 def pictures(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     logits = model.head(x).view(ROWS, LENGTH, 1, V).permute(0, 3, 1, 2)
     return F.cross_entropy(logits, labels.unsqueeze(2))
@@ -126,7 +130,7 @@ def totalled(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 SPREAD: dict[str, Loss] = {
     item.__name__: item
     for item in (
-        plain, shifted, transposed, pictures, last, chosen, multiplied, added, summed,
+        plain, shifted, transposed, swapped, pictures, last, chosen, multiplied, added, summed,
         biased_by_buffer, capped_in_place, weighed, log_likelihood, meant, totalled,
     )
 }  # fmt: skip
