@@ -164,7 +164,8 @@ class File:
         dtype, shape, begin, count = self._entries[name]
         if not box.count:
             return
-        if begin % dtype.itemsize:
+        # Two numbers of 8 bytes are read as one of 16, and kernels crash where that is not aligned.
+        if begin % self.dtype(name).itemsize:
             raw = bytearray(self._map[begin : begin + count * dtype.itemsize])
             whole = torch.frombuffer(raw, dtype=dtype)
         else:
