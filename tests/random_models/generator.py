@@ -590,6 +590,11 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("AdamW", {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}),
     ("Adam", {"lr": 0.01, "weight_decay": 0.05, "eps": 1e-4}),
 )
+OF_ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("SGD", {"lr": 0.05}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9}),
+    ("Adagrad", {"lr": 0.05, "eps": 1e-4}),
+)
 
 
 def _with_options(
@@ -625,6 +630,9 @@ def _with_options(
     optimizer, values = chosen.choice(OPTIMIZERS)
     if not exact:
         optimizer, values = OPTIMIZERS[chosen.randrange(2)]
+    if "sparse table" in case.kinds and chosen.random() < 0.7:  # gradients of rows
+        options["optimizer"] = "sgd"
+        optimizer, values = chosen.choice(OF_ROWS)
     training = {
         "optimizer": optimizer, "options": values,
         "max_norm": chosen.choice((None, None, 0.1, 1.0)) if schedule != "pipedream" else None,

@@ -153,6 +153,7 @@ def plain(
                     with _Replayed(drawn, (step, d, i)), perturbed.underflowing(half):
                         value = called(case, model, loss, piece(case, batch, d * count + i))
                         (value * scale / (1 if stale else count * ranks)).backward()
+                        _make_whole(named.values())
                     sums.append(value.detach())
                     if late is not None:
                         _divide(named.values(), scale)
@@ -273,6 +274,13 @@ def _restore(model: nn.Module, loss: Any, values: Tensors) -> None:
     """Give the buffers earlier values."""
     for name, buffer in _named_buffers(model, loss).items():
         buffer.data = values[name].clone()
+
+
+def _make_whole(trained: Iterable[nn.Parameter]) -> None:
+    """Give sparse gradients all their rows: torch clips no others."""
+    for parameter in trained:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def _optimizer(case: Any, trained: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -208,6 +208,16 @@ TEMPLATES = [
         3.5,
     ),
     *layers(
+        "sparse table",
+        """
+        self.rows{n} = nn.Embedding(900, {v}, sparse=True) | self.rows{n}({i} % 900)
+        self.rows{n} = nn.Embedding(900, {v}, padding_idx=1, sparse=True) | self.rows{n}({i} % 900)
+        self.rows{n} = nn.EmbeddingBag(900, {v}, mode="sum", sparse=True) | self.rows{n}({i} % 900)
+        """,
+        0.7,
+        exact=True,
+    ),
+    *layers(
         "attention",
         """
         self.heads{n} = nn.MultiheadAttention({w}, 1, batch_first=True) | self.heads{n}({f}, {g}, {g})[0]
