@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.effects import Effects, mutated_operands, overload_name
-from parcompiler.graph import is_floating, tensors_of
+from parcompiler.graph import Graph, is_floating, tensors_of
 
 _NO_GRADIENT = frozenset(
     "detach detach_ zeros_like ones_like empty_like full_like rand_like randn_like new_zeros "
@@ -59,6 +59,12 @@ def requiring(
                     and overload_name(other) != "detach"
                 )
     return frozenset(recorded)
+
+
+def recorded_in(graph: Graph) -> frozenset[str]:
+    """Names of the nodes of a model that autograd keeps a history of, also where it leads nowhere:
+    behind what carries gradients."""
+    return graph.once("requiring", lambda: requiring(graph.fx_graph, graph.differentiable))
 
 
 def _sources(node: fx.Node) -> Iterable[fx.Node]:

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from parcompiler.capture.effects import outside
+from parcompiler.capture.gradients import recorded_in
 from parcompiler.graph import Binding, Block, Graph, shape_of
 
 # Names that emitted code uses itself, so that no variable or class of a model may have them; and
@@ -102,6 +103,11 @@ def _structure(
         known = graph.by_node.get(node.name)
         return number[node] if known is None else f"self.{attributes[known.name]}"
 
+    # Under `no_grad` a value with a history matters, also one that leads nowhere.
+    apart = any(
+        str(kind).endswith("_grad") for node in nodes for kind, *_ in node.meta.get("contexts", ())
+    )
+    recorded = recorded_in(graph) if apart else graph.differentiable
     digest = hashlib.sha256()
     for node in nodes:
         arguments = fx.map_arg((node.args, node.kwargs), operand)
@@ -110,7 +116,8 @@ def _structure(
     for node in inputs:
         value = node.meta["val"]
         kind = (shape_of(node), value.dtype) if isinstance(value, torch.Tensor) else type(value)
-        digest.update(repr((kind, node.name in graph.differentiable)).encode())
+        carries = node.name in graph.differentiable, node.name in recorded
+        digest.update(repr((kind, *carries)).encode())
     for binding in tensors:
         known = graph.by_name[binding.name]
         name = relative_name(binding.name, scope)

@@ -11,7 +11,7 @@ from torch import fx
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.clean import Context
 from parcompiler.capture.effects import Effects, is_random, mutated_operands
-from parcompiler.capture.gradients import requiring
+from parcompiler.capture.gradients import recorded_in
 from parcompiler.capture.templates import identifier, unique
 from parcompiler.codegen.attributes import BlockAttributes
 from parcompiler.codegen.heading import home_of
@@ -141,8 +141,7 @@ class Body:
 
     def _needed(self, contexts: Sequence[Context], nodes: Sequence[fx.Node]) -> Sequence[Context]:
         """The contexts without `no_grad` and its like where nothing has a gradient."""
-        graph = self._graph
-        recorded = graph.once("requiring", lambda: requiring(graph.fx_graph, graph.differentiable))
+        recorded = recorded_in(self._graph)
         if any(operand.name in recorded for node in nodes for operand in node.all_input_nodes):
             return contexts
         return [context for context in contexts if not str(context[0]).endswith("_grad")]

@@ -131,7 +131,10 @@ def ranks(
         host[stage.rank] += cost.host * in_flight if plan.offload else 0
     ranks = []
     for r, parts in enumerate(tensors(problem, plan)):
-        parameters, gradients, states = map(sum, zip(*map(problem.kept_bytes, parts), strict=True))
+        parameters, gradients, states = map(
+            sum,
+            zip((0, 0, 0), *map(problem.kept_bytes, parts), strict=True),  # it may have none
+        )
         held = parameters, gradients, states, without[r], host[r]
         ranks.append(data.Rank(timeline.bubble[r], timeline.peak_memory[r], *held))
     return tuple(ranks)

@@ -41,8 +41,8 @@ def check_kind(kind: object) -> None:
         raise InputError(message)
     if getattr(kind, "func", kind) is torch.optim.SparseAdam:
         message = (
-            "SparseAdam updates tables alone, and those rows of them that a step looked up, which "
-            "no plan keeps apart: take torch.optim.Adam, Adagrad or SGD"
+            "SparseAdam steps tables alone, by the rows that a step looked up, and a worker has one "
+            "optimizer for all parameters: take torch.optim.SGD, Adagrad or Adam"
         )
         raise InputError(message)
 

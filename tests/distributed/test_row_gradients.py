@@ -129,7 +129,7 @@ def test_steps_are_those_of_torch_with_sparse_gradients(
         ("Adam", {"lr": 0.1}, "Adam changes rows that a step did not look up"),
         ("SGD", {"lr": 0.1, "weight_decay": 0.1}, "weight_decay changes rows"),
         ("SGD", {"lr": 0.1, "fused": True}, "torch's fused SGD takes no gradients of rows"),
-        ("SparseAdam", {"lr": 0.1}, "SparseAdam updates tables alone"),
+        ("SparseAdam", {"lr": 0.1}, "SparseAdam steps tables alone"),
     ],
 )
 def test_optimizers_that_change_other_rows_are_refused(

@@ -163,3 +163,53 @@ def test_a_stage_in_which_nothing_is_trained_has_no_backward() -> None:
     added = edited(program.lowered, 0, lambda lines: lines.insert(-1, "BACKWARD stage 0 mb 0"))
     (fault,) = texts(added)
     assert fault.endswith("rank 0 has BACKWARD stage 0 mb 0, which trains nothing")
+
+
+class Detached(nn.Module):
+    """Cuts its input off from the gradient; in training alone it drops something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = torch.tanh(x * x)
+        y: torch.Tensor = F.dropout(self.keep(x), 0.3, self.training)
+        return y
+
+
+class CalledTwice(nn.Module):
+    """What the first call gives is a parameter's, but leads nowhere: the second cuts it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Detached(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.block(self.head(self.block(x)))).square().mean()
+        return loss
+
+
+def test_a_layer_whose_first_call_has_no_history_to_cut_off_cuts_that_of_the_second() -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(3, WIDTH)}
+    found = pc.compile(CalledTwice(), pc.Mesh(), inputs, microbatches=2).verify()
+    assert found.ok, str(found)
+
+
+class Chosen(nn.Module):
+    """Picks rows: a block without parameters, as its indices are a constant."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(1, torch.tensor([0, 2]))
+
+
+def test_a_rank_without_parameters_is_verified_and_reported() -> None:
+    model = nn.Sequential(Chosen(), nn.Dropout(0.5), nn.Linear(WIDTH, 1))
+    inputs = (torch.randn(3, 4, WIDTH),)
+    program = pc.compile(
+        model, pc.Mesh(pipeline=2), inputs, loss=lambda y: y.square().mean(), microbatches=2
+    )
+    assert min(rank.states for rank in program.report().ranks) == 0
+    assert program.verify().ok
