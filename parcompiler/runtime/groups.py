@@ -41,8 +41,8 @@ def check_kind(kind: object) -> None:
         raise InputError(message)
     if getattr(kind, "func", kind) is torch.optim.SparseAdam:
         message = (
-            "SparseAdam steps tables alone, by the rows that a step looked up, and a worker has one "
-            "optimizer for all parameters: take torch.optim.SGD, Adagrad or Adam"
+            "SparseAdam steps tables alone, by the rows that a step looked up, and a worker has "
+            "one optimizer for all parameters: take torch.optim.SGD, Adagrad or Adam"
         )
         raise InputError(message)
 
