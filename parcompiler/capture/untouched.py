@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import lru_cache, partial, wraps
 from itertools import islice
+from operator import length_hint
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -116,6 +117,8 @@ class Attributes:
         self._seen[id(value)] = value
         if known or isinstance(value, (torch.Tensor, *_OPAQUE)):
             return id(value)
+        if isinstance(value, Iterator):  # a count says where it is, others what is left
+            return id(value), repr(value), length_hint(value, -1)
         items = self._items(value)
         if items is None or len(items) > _MOST:
             return id(value), None if items is None else len(items)

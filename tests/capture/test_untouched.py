@@ -1,5 +1,6 @@
 """What a captured graph would leave out is refused by name, and the model is left as it was."""
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ class Model(nn.Module):
         self.steps = (step,)
         self.count, self.numbers = 0, Numbers()
         self.list: list[Any] = []
+        self.turns, self.factors = itertools.count(1), iter([2.0, 3.0, 4.0, 5.0])
         self.table: dict[str, int] = {}
         self.state: torch.Tensor | None = None
 
@@ -67,6 +69,14 @@ def fills_a_table(self: Any, x: torch.Tensor) -> Any:
 def counts_in_an_object(self: Any, x: torch.Tensor) -> Any:
     self.numbers.seen += 1
     return x
+
+
+def counts_by_an_iterator(self: Any, x: torch.Tensor) -> Any:
+    return x * next(self.turns)
+
+
+def takes_what_is_left(self: Any, x: torch.Tensor) -> Any:
+    return x * next(self.factors)
 
 
 def reads_its_last_output(self: Any, x: torch.Tensor) -> Any:
@@ -116,6 +126,8 @@ def assigns_a_buffer_that_no_checkpoint_holds(self: Any, x: torch.Tensor) -> Any
         (appends, "list"),
         (fills_a_table, "table"),
         (counts_in_an_object, "numbers"),
+        (counts_by_an_iterator, "turns"),
+        (takes_what_is_left, "factors"),
         (reads_its_last_output, "state"),
         (reads_and_writes_in_one_line, "state"),
         (counts_and_asks_in_one_line, "count"),
