@@ -158,8 +158,15 @@ def _sharding(value: object) -> str | dict[str, str]:
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
             for pattern, text in value.items():
-                if parse(text).kind == "P":
+                placement = parse(text)
+                if placement.kind == "P":
                     message = f"sharding cannot hold {pattern!r} as summands ('P'): 'R' or 'S(0)'"
+                    raise InputError(message)
+                if placement.zigzag or placement.sorted:
+                    message = (
+                        f"sharding cannot hold {pattern!r} as {text!r}: rows of a batch alone are "
+                        "dealt so, on context ranks ('R' or 'S(0)')"
+                    )
                     raise InputError(message)
             return dict(value)
     elif isinstance(value, str):

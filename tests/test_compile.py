@@ -74,6 +74,8 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
         ),
         ("sharding", "columns", "sharding must be one of 'auto' ('columns' given)"),
         ("sharding", {"*": "P"}, "sharding cannot hold '*' as summands ('P'): 'R' or 'S(0)'"),
+        ("sharding", {"*": "S(0 sorted)"}, "sharding cannot hold '*' as 'S(0 sorted)': rows of a"),
+        ("sharding", {"*": "S(1 zigzag)"}, "sharding cannot hold '*' as 'S(1 zigzag)': rows of a"),
         (
             "recompute",
             "all",
