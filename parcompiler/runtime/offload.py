@@ -66,15 +66,27 @@ class Transfers:
 
 
 class HostCopy:
-    """The bytes of a storage in the host's memory, and on the device once more while `back`."""
+    """The bytes of a tensor's storage in the host's memory, and on the device once more while
+    `back`."""
 
-    def __init__(self, storage: torch.UntypedStorage, version: int) -> None:
-        self.version, self.device = version, storage.device
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage, self.device = tensor.untyped_storage(), tensor.device
+        self._version, self._counter = tensor._version, tensor.detach()
+        self._counter.data = tensor.new_empty(0)  # it counts with the tensor, without its memory
         self.back: torch.Tensor | None = None
         self._ready: torch.Event | None = None
         whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         with _beside(self.device):
             self.host = to_host(whole)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of this storage has these bytes. Chunks of one storage, as of gates in a
+        recurrent layer, are changed in place and count their changes each for itself."""
+        if not self._version == self._counter._version == tensor._version:
+            return False
+        with torch.autograd._unsafe_preserve_version_counter(tensor):
+            torch.autograd.graph.increment_version(tensor)
+            return self._counter._version > self._version
 
     def fetch(self) -> None:
         """Begin to bring the bytes back to the device."""
@@ -139,8 +151,8 @@ class _LayerCopies(RunningAgain):
             return tensor
         known = self._known.get(storage)
         copy = known() if known is not None else None
-        if copy is None or copy.version != tensor._version:
-            copy = HostCopy(storage, tensor._version)
+        if copy is None or not copy.is_of(tensor):
+            copy = HostCopy(tensor)
             self._known[storage] = ref(copy)
             self._leaving.append(storage)
         self._copies.append(ref(copy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -33,7 +34,7 @@ def layers() -> list[Layer]:
     return [Layer() for _ in range(3)]
 
 
-def results(layers: list[Layer], *, away: bool) -> list[torch.Tensor]:
+def results(layers: Sequence[nn.Module], *, away: bool) -> list[torch.Tensor]:
     """The output, and the gradients of the input and of all weights."""
     torch.manual_seed(1)
     x = torch.randn(4, WIDTH).requires_grad_()
@@ -51,6 +52,26 @@ def results(layers: list[Layer], *, away: bool) -> list[torch.Tensor]:
 def test_an_offloaded_layer_has_the_same_bits(layers: list[Layer]) -> None:
     wanted, found = (results(layers, away=away) for away in (False, True))
     assert len(found) == 5
+    assert all(map(torch.equal, wanted, found))
+
+
+class Gates(nn.Module):
+    """Chunks that count their changes each for itself are changed in place, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.rnn(x.unsqueeze(0))[0].squeeze(0)
+        return y
+
+
+def test_what_chunks_of_one_storage_hold_is_copied_when_each_is_done() -> None:
+    torch.manual_seed(0)
+    layers = [Gates() for _ in range(2)]
+    wanted, found = (results(layers, away=away) for away in (False, True))
+    assert len(found) == 2 + 2 * 4
     assert all(map(torch.equal, wanted, found))
 
 
