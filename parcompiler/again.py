@@ -110,9 +110,10 @@ class RunningAgain(saved_tensors_hooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         """A place in a result that is computed again, or what `keep` makes of the tensor."""
         call = self.made.get(tensor.untyped_storage())
-        if call is None:
+        if call is None or tensor.is_conj() or tensor.is_neg():
             return self.keep(tensor.detach())  # an output would keep its own node, and so itself
-        return ResultView(call, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return ResultView(call, tensor.dtype, *place)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor of `pack`."""
@@ -130,9 +131,10 @@ class RunningAgain(saved_tensors_hooks):
 
 @dataclass(frozen=True, slots=True)
 class ResultView:
-    """A view of the result of a call."""
+    """A view of the result of a call; of complex numbers perhaps their parts."""
 
     call: OperatorCall
+    dtype: torch.dtype
     shape: Sequence[int]
     stride: Sequence[int]
     offset: int
@@ -140,6 +142,9 @@ class ResultView:
     def tensor(self) -> torch.Tensor:
         """The view, without a gradient."""
         result = self.call.result().detach()
+        if result.dtype != self.dtype:
+            view = torch.empty(0, dtype=self.dtype, device=result.device)
+            return view.set_(result.untyped_storage(), self.offset, self.shape, self.stride)
         if (result.shape, result.stride()) == (self.shape, self.stride):
             return result
         return result.as_strided(self.shape, self.stride, self.offset)

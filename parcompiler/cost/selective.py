@@ -59,7 +59,8 @@ def again_nodes(
         if _is_cheap(node, roles.differentiable) and saved.home(node) is node:
             if node in saved.values and len(node.all_input_nodes) == 1:  # keep the narrower one
                 narrow = saved.home(node.all_input_nodes[0])
-                if narrow not in made and nbytes_of(narrow) < nbytes_of(node):
+                single = isinstance(narrow.meta["val"], torch.Tensor)
+                if single and narrow not in made and nbytes_of(narrow) < nbytes_of(node):
                     saved.values.add(narrow)
             before = [remake(operand) for operand in node.all_input_nodes]
             if None not in before:

@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import parcompiler as pc
 from parcompiler.codegen.stage import StageWriter
@@ -126,3 +128,45 @@ def test_some_layers_may_be_recomputed() -> None:
     assert not any(name.startswith("layers.1") for name in program.plan.recompute)
     found = program.verify()
     assert found.native.bitwise, str(found)
+
+
+class Parts(nn.Module):
+    """Parts and conjugates of complex values, which run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(self.linear(x), x)
+        w = z * z
+        y: torch.Tensor = (w.conj() * w * z).imag.sin() + torch.tanh(w.real)
+        return y
+
+
+class Moments(nn.Module):
+    """Of two results of an operator one is cast to a wider number, which runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.RMSNorm(1, 0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance, mean = torch.var_mean(self.linear(x), dim=-1, keepdim=True)
+        y: torch.Tensor = x + torch.tanh(variance.bfloat16().float()) + self.norm(mean)
+        return y
+
+
+@pytest.mark.parametrize("way", ["selective", "offload"])
+@pytest.mark.parametrize(("layer", "precision"), [(Parts, "fp64"), (Moments, "bf16")])
+def test_views_of_what_runs_again_are_exact(
+    layer: type[nn.Module], precision: str, way: str
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(layer(), layer()), (torch.randn(3, 4),)
+    program = pc.compile(
+        model, pc.Mesh(), inputs, loss=lambda y: y.square().mean(), microbatches=2,
+        recompute=way, precision=precision,
+    )  # fmt: skip
+    found = program.verify()
+    assert found.ok, str(found)
