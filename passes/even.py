@@ -18,6 +18,7 @@ from typing import NamedTuple
 from parcompiler.cost import collective
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.divide.relaxed import least_slowest_rank
+from parcompiler.passes.divide.runs import slowest_run
 from parcompiler.passes.estimate import least_update, orders_of
 from parcompiler.passes.forced import division_task
 from parcompiler.passes.loads import data
@@ -145,6 +146,8 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
         even = sum((*priced.forward, *priced.backward)) / pace
         seconds = [load.seconds for load in task.loads]
         whole = _fullest(seconds, task.ranks) if task.is_uniform else 0.0
+        if task.is_linked and task.each == 1:
+            whole = max(whole, slowest_run(task) * task.unit)
         return Packed(few, priced, pace, even, slowest, whole)
 
     return problem.once((*_key("packed", problem, plan), level), find)

@@ -25,6 +25,7 @@ from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import given
 from parcompiler.passes.base import MARGIN, Pass
 from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts, spared
+from parcompiler.passes.divide.pairs import paired_runs
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate, least_update
 from parcompiler.passes.even import TINY, as_asked
@@ -48,8 +49,8 @@ Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
 class StagePass(Pass):
     """Decides `plan.stages`, `plan.granularity`, `plan.sent` and `plan.recompute`.
 
-    `slack` is the share of the step time that finer blocks must be able to save to be tried,
-    `gain` the share that they must really save.
+    `slack` is the share of the step time that finer blocks must be able to save to be tried, by the
+    formula or by the timeline, `gain` the share that they must really save.
     """
 
     name: ClassVar[str] = "stage"
@@ -112,16 +113,16 @@ class StagePass(Pass):
     def _automatic(self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool) -> Plan:
         """The division with the shortest step on the timeline: the solver's, the runs it started
         from, even stages, or the best of these improved by moving blocks."""
-        shortest = _Shortest(problem, plan, wanted)
+        shortest = _Shortest(problem, plan, wanted, self.gain)
         level: int | None = None
         others: list[tuple[int, tuple[int, ...]]] = []
         refusal: InfeasibleError | UndecidedError | None = None
         try:
-            coarser, (level, division, trial) = self._solved(problem, plan, wanted, explain=explain)
+            besides, (level, division, trial) = self._solved(problem, plan, wanted, explain=explain)
         except (InfeasibleError, UndecidedError) as error:
             refusal = error
         else:
-            others = [*((level, stage_of) for stage_of in division.others), *coarser]
+            others = [*((level, stage_of) for stage_of in division.others), *besides]
             shortest.bounds[level] = division.bound
             decided = _decided(problem, trial, level, division)
             try:
@@ -144,8 +145,8 @@ class StagePass(Pass):
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
     ) -> tuple[list[tuple[int, tuple[int, ...]]], tuple[int, StageDivision, Plan]]:
         """The coarsest granularity that is good enough, the solver's division at it, and a plan
-        with the blocks that are recomputed then; and before it the divisions at coarser ones."""
-        coarser: list[tuple[int, tuple[int, ...]]] = []
+        with the blocks that are recomputed then; and before it the divisions at other ones."""
+        besides: list[tuple[int, tuple[int, ...]]] = []
         best: tuple[int, StageDivision, Plan] | None = None
         refusal: InfeasibleError | None = None
         for level in problem.levels:
@@ -160,10 +161,15 @@ class StagePass(Pass):
                 refusal = error
                 continue
             if best is None or division.objective < (1 - self.gain) * best[1].objective:
-                coarser += [(best[0], best[1].stage_of)] if best else []
+                besides += [(best[0], best[1].stage_of)] if best else []
                 best = level, division, trial
-            least = _fill_and_drain(problem, best[2], best[0])
-            if best[1].objective <= (1 + self.slack) * least:
+            else:
+                besides += [(level, found) for found in (division.stage_of, *division.others)]
+            seconds = best[1].objective
+            with suppress(PlanError):  # an order that never ends
+                decided = _decided(problem, best[2], best[0], best[1])
+                seconds = max(seconds, estimate(problem, decided).step_time)
+            if seconds <= (1 + self.slack) * _fill_and_drain(problem, best[2], best[0]):
                 break
         if best is None:
             assert refusal is not None
@@ -171,7 +177,7 @@ class StagePass(Pass):
             if stages > len(problem.priced(problem.levels[-1]).cut.blocks):
                 refusal.add_note(why_so_few(problem.graph))
             raise refusal
-        return coarser, best
+        return besides, best
 
 
 def _alternatives(
@@ -193,15 +199,21 @@ def _alternatives(
     if level is None:
         task = division_task(problem, as_asked(problem, plan, coarsest), coarsest)
         yield from ((coarsest, start(task)) for start in (even_runs, lean_runs))
+        for k in (k for k, blocks in sizes.items() if blocks >= stages):
+            task = division_task(problem, as_asked(problem, plan, k), k)
+            pairs = paired_runs(dataclasses.replace(task, limits=[math.inf] * task.ranks))
+            yield from [(k, pairs)] if pairs is not None else ()
 
 
 @dataclass
 class _Shortest:
-    """The division with the shortest step of those considered so far; the first of equal ones."""
+    """The division with the shortest step of those considered so far; the first of equal ones.
+    Finer blocks are taken where they save `gain`."""
 
     problem: Problem
     start: Plan
     wanted: Wanted
+    gain: float
     plan: Plan | None = None
     seconds: float = math.inf
     level: int = 0
@@ -213,7 +225,7 @@ class _Shortest:
     def take(self, plan: Plan, level: int, stage_of: tuple[int, ...]) -> bool:
         """Keep a feasible plan if its step is the shortest so far; returns whether it is."""
         seconds = estimate(self.problem, plan).step_time
-        if seconds >= (1 - TINY) * self.seconds:
+        if seconds >= self._enough(level):
             return False
         self.plan, self.seconds, self.level, self.stage_of = plan, seconds, level, stage_of
         return True
@@ -221,13 +233,14 @@ class _Shortest:
     def consider(self, level: int, stage_of: tuple[int, ...]) -> bool:
         """Keep these stages if they fit and their step is the shortest so far."""
         least = _least_step(self.problem, self.start, level, stage_of)
-        if least >= (1 - TINY) * self.seconds or (level, stage_of) in self.considered:
+        enough = self._enough(level)
+        if least >= enough or (level, stage_of) in self.considered:
             return False
         self.considered.add((level, stage_of))
         bare = _recomputing(self.problem, self.start, level, "none")
         if self.wanted in ("none", "auto"):
             bare = placed(self.problem, bare, level, stage_of)
-            if alone(self.problem, bare) >= (1 - TINY) * self.seconds:
+            if alone(self.problem, bare) >= enough:
                 return False
         try:
             division, trial = _fitted(self.problem, self.start, level, stage_of, self.wanted)
@@ -241,6 +254,11 @@ class _Shortest:
             self.bounds[level] = _fill_and_drain(self.problem, self.start, level)
         division = _bounded(division, self.bounds[level])
         return self.take(_decided(self.problem, trial, level, division), level, stage_of)
+
+    def _enough(self, level: int) -> float:
+        """The seconds that a division at a granularity must be below."""
+        saved = self.gain if self.plan is not None and level > self.level else TINY
+        return (1 - saved) * self.seconds
 
     def improve(self) -> None:
         """Local search: move a block to a neighbouring stage as long as that shortens the step.

@@ -39,10 +39,10 @@ stages of one rank it takes neither seconds nor a copy.
 With one stage per rank a dynamic programme finds the best runs of consecutive blocks (`runs`).
 Where every block reads of the one before it all divisions are runs, and that is all. Else the
 integer programme (`programme`) looks for something better, among the few stages on which each block
-can be then. With several stages per rank, runs become good by moving cuts (`improve`), each rank
-spares what it can (`twice.spared`), and how far that may be from the best is told: the stage pass
-moves blocks further, on the timeline, and that finds shorter steps in less time than the integer
-programme did.
+can be then. With several stages per rank, runs become good by moving cuts (`improve`), with two
+another dynamic programme makes the slowest rank fast (`pairs`). Each rank spares what it can
+(`twice.spared`), and how far that may be from the best is told: the stage pass moves blocks
+further, on the timeline, and that finds shorter steps in less time than the integer programme did.
 
 Bytes are exact; the rounding of seconds to whole numbers is below 1e-9 of the slowest stage.
 
@@ -75,7 +75,7 @@ from parcompiler.passes.divide.task import DivisionTask, check_task
 from parcompiler.passes.divide.twice import spared
 from parcompiler.solver import EFFORT, relative_gap
 
-KEPT = 3  # good runs that the timeline compares where memory is no matter
+KEPT = 5  # good runs that the timeline compares where memory is no matter
 
 __all__ = [
     "DivisionTask", "Evaluation", "Flow", "Load", "MemoryPart", "StageDivision", "divide",

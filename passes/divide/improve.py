@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import truediv
 
 from parcompiler.passes.divide.ledger import DivisionCosts
+from parcompiler.passes.divide.pairs import paired_runs
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.divide.task import DivisionTask
 
@@ -30,11 +31,19 @@ REACH = 16  # cuts that move together; with 8 a step on unequal ranks was 4 % lo
 def moved_runs(task: DivisionTask) -> list[tuple[int, ...]]:
     """Good divisions into runs in which nothing runs twice, those that fit.
 
-    They begin with even runs and, where memory is short, with lean ones; else, if the task is
-    small, also with some at random.
+    They are what moves lead to from even runs and, where memory is short, from lean ones; else, if
+    the task is small, also from some at random; and those with the least slowest rank (`pairs`).
     """
+    found, pairs = _moved(task, _starts(task)), paired_runs(task)
+    if pairs is not None and task.fits(pairs):
+        found.append(pairs)
+    return found or _moved(task, [slim_runs(task)])
+
+
+def _moved(task: DivisionTask, starts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """What moves lead to from some runs, where it fits."""
     found = []
-    for start in _starts(task):
+    for start in starts:
         book = DivisionCosts(task, start)
         descend(book, _overload)
         descend(book, _step)
@@ -49,7 +58,6 @@ def _starts(task: DivisionTask) -> Iterator[tuple[int, ...]]:
     blocks, chance = len(task.loads), random.Random(0)
     if task.most > min(task.room):
         yield lean_runs(task)
-        yield slim_runs(task)
     elif blocks * task.stages <= SMALL:
         for _ in range(RESTARTS):
             cuts = sorted(chance.sample(range(1, blocks), task.stages - 1))

@@ -272,6 +272,25 @@ def _even_runs(
     return _stage_of(_ends((search(snug(task)) or search(math.inf))[0]))
 
 
+def slowest_run(task: DivisionTask) -> int:
+    """Units of the slowest of stages at least, one for each rank, whatever their memory.
+
+    >>> loads = [Load(seconds, 0, 0) for seconds in (1.0, 2.0, 1.0, 1.0, 2.0, 1.0)]
+    >>> task = DivisionTask(loads, [], range(3), 1, [], [])
+    >>> round(slowest_run(task) * task.unit)
+    3
+    """
+    done = [*itertools.accumulate(task.compute, initial=0)]
+
+    def fits(cap: int) -> bool:
+        at = 0
+        for _ in range(task.stages):
+            at = bisect.bisect_right(done, done[at] + cap) - 1
+        return at == len(task.loads)
+
+    return bisect.bisect_left(range(done[-1]), True, lo=task.even, key=fits)
+
+
 def lean_runs(task: DivisionTask) -> tuple[int, ...]:
     """The runs whose largest share of a memory limit is smallest."""
     runs, blocks, stages = BlockRuns(task), len(task.loads), task.stages

@@ -1,0 +1,161 @@
+"""Two stages per rank: the runs in which the slowest rank takes the fewest seconds.
+
+    V shape        | 0 | 1 | 2 | 2 | 1 | 0 |      rank r has a run from the front, and one from the
+    interleaved    | 0 | 1 | 2 | 0 | 1 | 2 |      back or one behind the middle
+
+Rank after rank takes a run of the front, of every length, and as much of the other side as the cap
+on its seconds and its memory leave. Of equal ends of the front the one that is furthest on the
+other side is kept. The least cap with which all blocks are taken is found by bisection.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from parcompiler.passes.divide.runs import snug
+from parcompiler.passes.divide.task import DivisionTask
+
+PRECISION = 1000  # steps of the cap in what an even rank takes
+
+Counts = npt.NDArray[np.int64]
+Taken = list[tuple[int, int]]  # by each rank: blocks of the front, and of the other side
+
+
+def paired_runs(task: DivisionTask) -> tuple[int, ...] | None:
+    """The runs whose slowest rank takes about the least, in which nothing runs twice; None where
+    none fit, or where ranks have other stages than these.
+
+    Memory counts as if each stage received the largest value and its rank took the largest moment.
+
+    >>> from parcompiler.passes.divide.data import Load
+    >>> loads = [Load(seconds, 0, 0) for seconds in (1.0, 2.0, 1.0, 1.0, 2.0, 1.0)]
+    >>> paired_runs(DivisionTask(loads, [], (0, 1, 1, 0), 1, [[(1, 1)]] * 2, [1.0] * 2))
+    (0, 1, 2, 2, 3, 3)
+    """
+    best: tuple[int, ...] | None = None
+    cap: int | None = None
+    for sides in _sides(task):
+        if found := _least(task, sides, cap):
+            cap, best = found[0], sides.stage_of(found[1])
+    return best
+
+
+def _least(task: DivisionTask, sides: _Sides, most: int | None) -> tuple[int, Taken] | None:
+    """The least cap with which all blocks are taken, or one hardly above it, and who takes them;
+    None where that is not below `most`."""
+    step, low = max(1, task.even // PRECISION), task.even - 1
+    high = top = max(map(sum, task.cost)) if most is None else most - step
+    best: Taken | None = None
+    while high - low > step and (best is not None or low < top):
+        cap = (low + high) // 2 if best is not None else min(top, low + (low >> 3) + 1)
+        taken = sides.taken(cap)
+        low, high, best = (cap, high, best) if taken is None else (low, cap, taken)
+    return None if best is None else (high, best)
+
+
+def _sides(task: DivisionTask) -> Iterator[_Sides]:
+    """The front and the other side; for interleaved stages one for each middle near half."""
+    ranks, blocks, placement = task.ranks, len(task.loads), tuple(task.placement)
+    if placement == (*range(ranks), *reversed(range(ranks))):
+        yield _Sides(task, range(blocks), range(blocks - 1, -1, -1), is_v=True)
+    elif placement == (*range(ranks), *range(ranks)):
+        done = [*itertools.accumulate(task.compute, initial=0)]
+        for middle in range(ranks, blocks - ranks + 1):
+            if abs(done[middle] - done[-1] / 2) <= done[-1] / task.stages:
+                yield _Sides(task, range(middle), range(middle, blocks), is_v=False)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The blocks that each rank's first and second stage take a run of, in this order. In a V they
+    are the same, from both ends."""
+
+    task: DivisionTask
+    front: range
+    back: range
+    is_v: bool
+
+    @cached_property
+    def seconds(self) -> list[tuple[Counts, Counts]]:
+        """Units of the first blocks of both sides, on each rank."""
+        task = self.task
+        rows = task.cost[:1] if task.is_uniform else task.cost
+        found = [(_sums(row, self.front), _sums(row, self.back)) for row in rows]
+        return found * (task.ranks // len(found))
+
+    @cached_property
+    def bytes(self) -> list[list[tuple[Counts, Counts, int]]]:
+        """Bytes of the first blocks of both sides and what they may take, on each rank, for each
+        vector of micro-batches in flight."""
+        task, found = self.task, []
+        resident = [load.resident + sum(size for _, size in load.shared) for load in task.loads]
+        saved = [load.saved for load in task.loads]
+        copy = max((flow.saved for flow in task.flows), default=0)
+        moment = max(load.moment for load in task.loads)
+        fixed, each = ((_sums(x, self.front), _sums(x, self.back)) for x in (resident, saved))
+        for rank in range(task.ranks):
+            own = []
+            for first, second in task.held[rank]:
+                received = copy * ((first + 1) * (rank > 0) + second + 1)
+                room = task.room[rank] - moment - received
+                own.append((fixed[0] + first * each[0], fixed[1] + second * each[1], room))
+            found.append(own)
+        return found
+
+    def taken(self, cap: int) -> Taken | None:
+        """The blocks that each rank takes if none is above a cap, and no stage much longer than an
+        even one; None where they are not all."""
+        task, fronts, longest = self.task, len(self.front), snug(self.task)
+        ends = np.arange(fronts + 1)
+        at = np.where(ends == 0, 0, -1)  # blocks of the other side, by those of the front
+        ways: list[tuple[Counts, Counts]] = []
+        for rank in range(task.ranks):
+            rest = task.ranks - 1 - rank  # blocks that each side must leave
+            most = fronts - 2 * rest - ends if self.is_v else 0 * ends + len(self.back) - rest
+            first, second = self.seconds[rank]
+            budgets = [(first, second, cap), (0 * first, second, longest), *self.bytes[rank]]
+            further, lengths = np.full(fronts + 1, -1), np.zeros(fronts + 1, dtype=np.int64)
+            for length in range(1, fronts + 1):
+                begin = np.flatnonzero(at[: fronts + 1 - length] >= 0)
+                begin = begin[first[begin + length] - first[begin] <= longest]
+                if not begin.size:
+                    break
+                end = begin + length
+                reach = most[end]
+                for mine, other, budget in budgets:
+                    whole = other[at[begin]] + mine[begin] + budget - mine[end]
+                    reach = np.minimum(reach, np.searchsorted(other, whole, "right") - 1)
+                better = (reach > at[begin]) & (reach > further[end])
+                further[end[better]], lengths[end[better]] = reach[better], length
+            ways.append((at, lengths))
+            at = further
+        total = fronts if self.is_v else fronts + len(self.back)
+        complete = np.flatnonzero((at >= 0) & (at + ends >= total))
+        return self._back(int(complete[0]), at, ways) if complete.size else None
+
+    def _back(self, end: int, at: Counts, ways: list[tuple[Counts, Counts]]) -> Taken:
+        """What each rank took on the way to the end."""
+        found, count = [], int(at[end])
+        for before, lengths in reversed(ways):
+            length = int(lengths[end])
+            end -= length
+            found.append((length, count - int(before[end])))
+            count = int(before[end])
+        return found[::-1]
+
+    def stage_of(self, taken: Taken) -> tuple[int, ...]:
+        """The stage of each block."""
+        fronts, backs = zip(*taken, strict=True)
+        sizes = (*fronts, *(reversed(backs) if self.is_v else backs))
+        return tuple(j for j, size in enumerate(sizes) for _ in range(size))
+
+
+def _sums(values: Sequence[int], side: range) -> Counts:
+    """Those of the first blocks of a side."""
+    return np.cumsum([0, *(values[i] for i in side)], dtype=np.int64)
