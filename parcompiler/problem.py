@@ -447,7 +447,12 @@ class Problem:
         At the nominal bandwidth: the measured curve of a "message" is that of messages beside
         compute, while the decisions made by this let ranks wait for them.
         """
-        return slowest(self.mesh).seconds(nbytes_of(node))
+        return self._slowest_link.seconds(nbytes_of(node))
+
+    @cached_property
+    def _slowest_link(self) -> Link:
+        """That between pipeline neighbours."""
+        return slowest(self.mesh)
 
     @property
     def held_batch_bytes(self) -> int:

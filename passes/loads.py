@@ -33,7 +33,9 @@ def data(
     def find() -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
         priced = problem.recomputing(level, recompute)
         loads = _loads(problem, priced, versions=versions, left=left)
-        return tuple(loads), tuple(_flows(problem, priced))
+        flows = problem.once(("flows", level), lambda: tuple(_flows(problem, priced)))
+        assert priced.cut is problem.priced(level).cut, "recomputation cuts no block"
+        return tuple(loads), flows
 
     return problem.once(key, find)
 

@@ -22,6 +22,7 @@ from parcompiler.passes.divide.runs import snug
 from parcompiler.passes.divide.task import DivisionTask
 
 PRECISION = 1000  # steps of the cap in what an even rank takes
+MIDDLES = 6  # of interleaved stages, those nearest to half of the work
 
 Counts = npt.NDArray[np.int64]
 Taken = list[tuple[int, int]]  # by each rank: blocks of the front, and of the other side
@@ -60,15 +61,15 @@ def _least(task: DivisionTask, sides: _Sides, most: int | None) -> tuple[int, Ta
 
 
 def _sides(task: DivisionTask) -> Iterator[_Sides]:
-    """The front and the other side; for interleaved stages one for each middle near half."""
+    """The front and the other side; for interleaved stages one for each middle that is tried."""
     ranks, blocks, placement = task.ranks, len(task.loads), tuple(task.placement)
     if placement == (*range(ranks), *reversed(range(ranks))):
         yield _Sides(task, range(blocks), range(blocks - 1, -1, -1), is_v=True)
     elif placement == (*range(ranks), *range(ranks)):
         done = [*itertools.accumulate(task.compute, initial=0)]
-        for middle in range(ranks, blocks - ranks + 1):
-            if abs(done[middle] - done[-1] / 2) <= done[-1] / task.stages:
-                yield _Sides(task, range(middle), range(middle, blocks), is_v=False)
+        near = sorted(range(ranks, blocks - ranks + 1), key=lambda i: abs(2 * done[i] - done[-1]))
+        for middle in near[:MIDDLES]:
+            yield _Sides(task, range(middle), range(middle, blocks), is_v=False)
 
 
 @dataclass(frozen=True)
