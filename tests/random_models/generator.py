@@ -597,6 +597,17 @@ OF_ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+def _with_memory(number: int, data: int) -> dict[str, Any]:
+    """Options of less memory. They have a chance of their own, so that a number still stands for
+    the model that it stood for before there were any."""
+    chosen, options = random.Random(f"memory of {number}"), {}
+    if data > 1 and chosen.random() < 0.6:
+        options["zero"] = chosen.choice((1, 2, 3, "auto"))
+    if chosen.random() < 0.3:
+        options["recompute"] = chosen.choice(("selective", "offload", "auto"))
+    return options
+
+
 def _with_options(
     case: Case, chosen: random.Random, language: bool, mesh: tuple[int, int, int]
 ) -> Case:
@@ -627,6 +638,7 @@ def _with_options(
     if chosen.random() < 0.5:
         all_of_them = "full" if case.kinds & UPDATING else {"*": True}
         options["recompute"] = chosen.choice(("none", "full", "full", all_of_them))
+    options |= _with_memory(case.number, data if schedule != "pipedream" else 1)
     optimizer, values = chosen.choice(OPTIMIZERS)
     if not exact:
         optimizer, values = OPTIMIZERS[chosen.randrange(2)]
