@@ -55,7 +55,7 @@ class Device:
     `flops` are pairs of dtype name and peak FLOP/s, float32 among them; `memory_bandwidth` is in
     B/s, `memory` in bytes, `launch_overhead` in s per kernel. `link` joins ranks of one node,
     which has `devices_per_node`, `network` ranks of different nodes, `host` a device and the memory
-    of its node (None: not known). `multiprocessors` compute
+    of its node, of which there are `host_memory` bytes (None: not known). `multiprocessors` compute
     tiles of products, one each at a time; 0 where that is not known. `sources` says where each
     figure comes from; it does not take part in comparisons. Raises InputError for figures that no
     device has.
@@ -72,6 +72,7 @@ class Device:
     devices_per_node: int = DEVICES_PER_NODE
     multiprocessors: int = 0
     host: Link | None = None
+    host_memory: int | None = None
     sources: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +99,8 @@ class Device:
         figures.number("launch_overhead", self.launch_overhead)
         figures.number("devices_per_node", self.devices_per_node, positive=True)
         figures.number("multiprocessors", self.multiprocessors)
+        if self.host_memory is not None:
+            figures.number("host_memory", self.host_memory, positive=True)
         for name in ("devices_per_node", "multiprocessors"):
             if (given := getattr(self, name)) != int(given):
                 message = f"device figure {name!r} must be a whole number ({given!r} given)"
@@ -123,8 +126,9 @@ class Device:
         data = dataclasses.asdict(self)
         data["flops"], data["sources"] = dict(self.flops), dict(self.sources)
         data["efficiency"] = self.efficiency.to_data()
-        if self.host is None:
-            del data["host"]
+        for name in ("host", "host_memory"):
+            if data[name] is None:
+                del data[name]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -134,9 +138,8 @@ class Device:
         Raises InputError, naming the figure, when one is missing, unknown, negative or no number.
         """
         data = documents.parse(text, "device")
-        found = figures.fields(
-            cls, data, "", optional=("devices_per_node", "multiprocessors", "host", "sources")
-        )
+        optional = "devices_per_node", "multiprocessors", "host", "host_memory", "sources"
+        found = figures.fields(cls, data, "", optional)
         found["flops"] = tuple(figures.mapping("flops", found["flops"]).items())
         found["sources"] = tuple(figures.mapping("sources", found.get("sources", {})).items())
         parts = {"efficiency": Efficiency, "link": Link, "network": Link, "host": Link}

@@ -31,7 +31,7 @@ from parcompiler.meshes import MicrobatchSizes, search, wanted_rows
 from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT, Pass
-from parcompiler.passes.decide import decide
+from parcompiler.passes.decide import check_host, decide
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.spread import vocabulary_cost
@@ -147,6 +147,7 @@ def _planned(
         return _with_costs(local(problem, plan), plan)
     with steps("check plan"):
         check_plan(problem, user_plan)
+        check_host(problem, user_plan)
         return reconsidered(local(problem, user_plan), user_plan)
 
 

@@ -20,6 +20,7 @@ from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import DEFAULT, zero
 from parcompiler.passes.base import GAIN, MARGIN, Pass
+from parcompiler.passes.estimate import costs, host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.least import is_known, least_step
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
@@ -123,6 +124,22 @@ def plainest(
 def step_of(problem: Problem, plan: Plan) -> float:
     """Seconds of a plan's step, with the data ranks' exchange that no compute hides."""
     return zero.step_of(local(problem, plan), plan)
+
+
+def check_host(problem: Problem, plan: Plan) -> None:
+    """Raise InfeasibleError where a rank would keep more in its node's memory than its share."""
+    if not plan.offload or plan.stages is None:
+        return
+    ranks, kept = problem.mesh.size, host_bytes(plan, costs(local(problem, plan), plan))
+    for rank, (device, size) in enumerate(zip(problem.devices, kept, strict=True)):
+        beside = min(device.devices_per_node, ranks)
+        if device.host_memory is not None and size * beside > device.host_memory:
+            message = (
+                f"rank {rank} would keep {size:,} bytes of offloaded activations in its node, and "
+                f"so {beside} ranks {size * beside:,}; a node of {device.name} has "
+                f"{device.host_memory:,} (host_memory): recompute layers, or take more ranks"
+            )
+            raise InfeasibleError(message)
 
 
 def plainness(plan: Plan) -> tuple[int, ...]:
@@ -247,6 +264,7 @@ def _completing(
                 item = dataclasses.replace(item, below=min(item.below, below))
             with observer(f"pass {item.name}"):
                 plan = item.run(local(problem, plan), plan)
+        check_host(problem, plan)
         return plan
 
     return complete

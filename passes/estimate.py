@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from operator import mul
 
 from torch import fx
 
@@ -20,6 +21,7 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
 from parcompiler.problem import Found, Problem
+from parcompiler.schedules.planned import held as kept_by
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
@@ -173,6 +175,16 @@ def _costs(
             update=found[first].update + sum(left) + max(last),
         )
     return tuple(found)
+
+
+def host_bytes(plan: Plan, stages: Sequence[StageCost]) -> list[int]:
+    """Bytes that each rank keeps in the memory of its node at most, with these costs of stages."""
+    pairs = [*zip(plan.stages or (), stages, strict=True)]
+    own = [[c.host for s, c in pairs if s.rank == r] for r in range(plan.mesh.pipeline)]
+    return [
+        max(sum(map(mul, sizes, counts)) for counts in vectors)
+        for sizes, vectors in zip(own, kept_by(plan), strict=True)
+    ]
 
 
 def messages(problem: Problem, plan: Plan) -> tuple[Message, ...]:

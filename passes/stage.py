@@ -118,12 +118,13 @@ class StagePass(Pass):
         others: list[tuple[int, tuple[int, ...]]] = []
         refusal: InfeasibleError | UndecidedError | None = None
         try:
-            besides, (level, division, trial) = self._solved(problem, plan, wanted, explain=explain)
+            solved, (level, division, trial) = self._solved(problem, plan, wanted, explain=explain)
         except (InfeasibleError, UndecidedError) as error:
             refusal = error
         else:
-            others = [*((level, stage_of) for stage_of in division.others), *besides]
-            shortest.bounds[level] = division.bound
+            shortest.bounds = {k: found.bound for k, found in solved.items()}
+            for k in (level, *(k for k in solved if k != level)):
+                others += [(k, stage_of) for stage_of in (solved[k].stage_of, *solved[k].others)]
             decided = _decided(problem, trial, level, division)
             try:
                 shortest.take(decided, level, division.stage_of)
@@ -143,10 +144,10 @@ class StagePass(Pass):
 
     def _solved(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
-    ) -> tuple[list[tuple[int, tuple[int, ...]]], tuple[int, StageDivision, Plan]]:
-        """The coarsest granularity that is good enough, the solver's division at it, and a plan
-        with the blocks that are recomputed then; and before it the divisions at other ones."""
-        besides: list[tuple[int, tuple[int, ...]]] = []
+    ) -> tuple[dict[int, StageDivision], tuple[int, StageDivision, Plan]]:
+        """The solver's divisions by granularity, and of them that at the coarsest one that is good
+        enough, with a plan with the blocks that are recomputed then."""
+        solved: dict[int, StageDivision] = {}
         best: tuple[int, StageDivision, Plan] | None = None
         refusal: InfeasibleError | None = None
         for level in problem.levels:
@@ -160,11 +161,9 @@ class StagePass(Pass):
             except InfeasibleError as error:
                 refusal = error
                 continue
+            solved[level] = division
             if best is None or division.objective < (1 - self.gain) * best[1].objective:
-                besides += [(best[0], best[1].stage_of)] if best else []
                 best = level, division, trial
-            else:
-                besides += [(level, found) for found in (division.stage_of, *division.others)]
             seconds = best[1].objective
             with suppress(PlanError):  # an order that never ends
                 decided = _decided(problem, best[2], best[0], best[1])
@@ -177,7 +176,7 @@ class StagePass(Pass):
             if stages > len(problem.priced(problem.levels[-1]).cut.blocks):
                 refusal.add_note(why_so_few(problem.graph))
             raise refusal
-        return besides, best
+        return solved, best
 
 
 def _alternatives(
@@ -310,7 +309,8 @@ def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int
 def _bounded(division: StageDivision, bound: float) -> StageDivision:
     """The division with a proved lower bound of the solver's formula."""
     gap = relative_gap(division.objective, bound)
-    return dataclasses.replace(division, status="feasible", bound=bound, gap=gap)
+    status = "feasible" if gap else "optimal"
+    return dataclasses.replace(division, status=status, bound=bound, gap=gap)
 
 
 def _recomputing(problem: Problem, plan: Plan, level: int, wanted: Wanted) -> Plan:

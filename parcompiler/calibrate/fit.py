@@ -78,6 +78,7 @@ def fit(
         network=exchanged.link("network") or like.network,
         devices_per_node=machine.devices_per_node,
         host=like.host,
+        host_memory=like.host_memory,
     )
     return dataclasses.replace(device, sources=_sources(device, like, machine, rates, exchanged))
 

@@ -371,6 +371,8 @@ def _summary(device: Device) -> str:
         bandwidth = f"{rate(link.bandwidth / 1e9)} GB/s"
         rows.append((f"{place}, bandwidth", bandwidth, f"{place}.bandwidth"))
         rows.append((f"{place}, latency", quantity(link.latency, SECONDS), f"{place}.latency"))
+    if device.host_memory is not None:
+        rows.append(("memory of a node", quantity(device.host_memory, BYTES), "host_memory"))
     sources = dict(device.sources)
     lines = (
         f"  {name:20}{value:>16}  {_origin(sources.get(figure, ''))}".rstrip()

@@ -17,6 +17,7 @@ from parcompiler.device import Device
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
+from parcompiler.passes.estimate import host_bytes
 from parcompiler.passes.zero import DataShare, share_of, tensors
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
@@ -125,10 +126,7 @@ def ranks(
 ) -> tuple[data.Rank, ...]:
     """What each rank does not compute, and what it holds."""
     without = prices.without_recomputation(problem, plan) or [None] * lowered.size
-    host = [0] * lowered.size  # waits in the host's memory, at most
-    for stage, cost in zip(lowered.stages, costs, strict=True):
-        in_flight = _in_flight(lowered.instructions[stage.rank], stage.index)
-        host[stage.rank] += cost.host * in_flight if plan.offload else 0
+    host = host_bytes(plan, costs) if plan.offload else [0] * lowered.size
     ranks = []
     for r, parts in enumerate(tensors(problem, plan)):
         parameters, gradients, states = map(

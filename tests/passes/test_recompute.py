@@ -265,6 +265,29 @@ def test_what_memory_forces_is_offloaded_where_the_link_is_faster_than_a_second_
     assert steps[1] < 0.98 * steps[0]
 
 
+def test_nothing_is_offloaded_that_the_memory_of_a_node_has_no_room_for() -> None:
+    memory = int(0.35 * max(roomy().simulate().peak_memory))
+    fast = dataclasses.replace(device("h100"), memory=memory, host=Link(4.5e11, 1e-5))
+    offloading = pc.compile(roomy(), pc.Mesh(2, device=fast), microbatches=8)
+    most = max(rank.host for rank in offloading.report().ranks)
+    assert most > 0
+    enough, less, none = (
+        pc.Mesh(2, device=dataclasses.replace(fast, host_memory=room))
+        for room in (2 * most, 2 * most - 1, 1)
+    )
+    assert pc.compile(roomy(), enough, microbatches=8).plan == offloading.plan
+    leaner = pc.compile(roomy(), less, microbatches=8)
+    assert max(rank.host for rank in leaner.report().ranks) < most
+    assert leaner.simulate().step_time > offloading.simulate().step_time
+    assert not pc.compile(roomy(), none, microbatches=8).plan.offload
+    words = rf"would keep {most:,} bytes .* a node of h100 has {2 * most - 1:,} \(host_memory\)"
+    with pytest.raises(pc.InfeasibleError, match=words):
+        pc.compile(roomy(), less, microbatches=8, plan=offloading.plan)
+    tiny = pc.Mesh(2, device=dataclasses.replace(device("h100"), host_memory=1000))
+    with pytest.raises(pc.InfeasibleError, match="recompute layers, or take more ranks"):
+        pc.compile(roomy(), tiny, microbatches=8, recompute="offload")
+
+
 @pytest.mark.parametrize(("ranks", "gibibytes"), [(1, 0.66), (1, 0.5), (2, 0.6)])
 def test_no_plan_is_below_the_bound_whatever_memory_makes_it_do(
     ranks: int, gibibytes: float
