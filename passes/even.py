@@ -27,14 +27,11 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import identity, outline, planned, trunk
+from parcompiler.schedules.planned import identity, outline, trunk
 from parcompiler.timeline import Message, StageCost, step_time, timing
-from parcompiler.timeline.candidate import timing_of_many
 
 TINY = 1e-9  # sums of the same numbers in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
-MANY = 4  # micro-batches for each rank
-UNEVEN = 0.99  # of an even step with MANY: in 180 random cases uneven stages took 0.992 at least
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
 
 
@@ -74,27 +71,6 @@ def even_step(problem: Problem, plan: Plan) -> float:
     return problem.once(
         key, lambda: min(_simulated(problem, plan, x) for x in _tried(problem, plan))
     )
-
-
-def is_shared(plan: Plan) -> bool:
-    """Whether all ranks share a head, whose passes are a part of the order, and micro-batches are
-    so many that stages which are uneven to make room for these hardly gain."""
-    shared = plan.vocabulary is not None and plan.vocabulary.spread and bool(plan.vocabulary.head)
-    return shared and plan.microbatches >= MANY * plan.mesh.pipeline
-
-
-def shared_step(problem: Problem, plan: Plan) -> float:
-    """`even_step` with the passes of a head that all ranks share where they stand in the order,
-    which takes ten times as long to simulate. Cached."""
-    if not is_shared(plan):
-        return even_step(problem, plan)
-
-    def find() -> float:
-        packings = list(_tried(problem, plan))
-        least = min(_simulated(problem, plan, x) for x in packings)
-        return max(least, min(_with_passes(problem, plan, x) for x in packings))
-
-    return problem.once(_key("shared", problem, plan), find)
 
 
 def busy_bound(problem: Problem, plan: Plan) -> float:
@@ -191,31 +167,6 @@ def _simulated(problem: Problem, plan: Plan, packed: Packed) -> float:
     return max(packed.busy(problem, plan), waits + least_update(problem))
 
 
-def _with_passes(problem: Problem, plan: Plan, packed: Packed) -> float:
-    """Seconds of the even step at a granularity with the passes of a shared head, infinite where
-    stages do not fit."""
-    spread = vocabulary_cost(problem, plan)
-    if packed.slowest == math.inf or spread is None:
-        return packed.slowest
-    few = dataclasses.replace(plan, microbatches=packed.few.microbatches)
-    stages = _even_costs(few, packed.priced, packed.pace)
-    key = "even with passes", identity(few), stages[0], spread
-    step = problem.once(
-        key,
-        lambda: (
-            timing_of_many(
-                orders_of(few, planned),
-                few.microbatches,
-                stages,
-                [*_messages(problem, few)],
-                spread,
-            ).step_time
-        ),
-    )
-    more = (plan.microbatches - few.microbatches) * (packed.even + spread.compute)
-    return UNEVEN * (step + more + least_update(problem))
-
-
 def _fullest(seconds: Sequence[float], ranks: int) -> float:
     """Seconds of the slowest of equal ranks at least, if no block is cut: of the longest
     `k * ranks + 1` blocks one rank has `k + 1`, and these take as long as the shortest of them.
@@ -240,20 +191,20 @@ def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:
 def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
     """The step of even stages under the schedule, without a vocabulary on all ranks; `pace` is the
     aggregate speed of the ranks in units of the fastest."""
-    what = _even_costs(plan, priced, pace), list(_messages(problem, plan))
+    stages = len(outline(plan).placement)
+    parts = pace * stages / plan.mesh.pipeline
+    cost = StageCost(
+        forward=sum(priced.forward) / parts,
+        backward=sum(priced.backward) / parts,
+        weight=sum(priced.weight) / parts,
+        hidden=sum(priced.hidden) / parts,
+        resident=0,
+        saved=0,
+    )
+    what = [cost] * stages, list(_messages(problem, plan))
     if plan.orders is not None:
         return timing(trunk(plan), *what).step_time
     return step_time(orders_of(plan, trunk), plan.microbatches, *what)
-
-
-def _even_costs(plan: Plan, priced: Priced, pace: float) -> list[StageCost]:
-    """The costs of even stages."""
-    stages = len(outline(plan).placement)
-    parts = pace * stages / plan.mesh.pipeline
-    sums = map(sum, (priced.forward, priced.backward, priced.weight, priced.hidden))
-    forward, backward, weight, hidden = (seconds / parts for seconds in sums)
-    cost = StageCost(forward, backward, weight=weight, hidden=hidden, resident=0, saved=0)
-    return [cost] * stages
 
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:

@@ -10,7 +10,7 @@ import pytest
 import parcompiler as pc
 from parcompiler.device import device
 from parcompiler.passes.estimate import alone, estimate
-from parcompiler.passes.even import even_step, shared_step
+from parcompiler.passes.even import even_step
 from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
@@ -84,26 +84,6 @@ def test_no_schedule_is_faster_than_its_even_stages(name: str, recompute: str) -
         except pc.InfeasibleError:
             continue
         assert even_step(program.problem, program.plan) <= program.simulate().step_time
-
-
-@pytest.mark.parametrize("vocabulary", ["vocab-2", "vocab-1", "interlaced"])
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_nor_than_they_are_with_the_passes_of_a_head_on_all_ranks(
-    name: str, vocabulary: str
-) -> None:
-    program = compiled(schedule=name, microbatches=8, vocabulary=vocabulary)
-    problem, plan = local(program.problem, program.plan), program.plan
-    step = program.simulate().step_time
-    assert even_step(problem, plan) <= shared_step(problem, plan) <= step
-    few = dataclasses.replace(plan, microbatches=7)  # of which uneven stages may gain
-    assert shared_step(problem, few) == even_step(problem, few)
-
-
-def test_the_passes_of_a_head_are_waited_for_in_deep_pipelines() -> None:
-    """More than uneven stages may gain."""
-    program = compiled(4, schedule="zb-v", microbatches=16, vocabulary="vocab-2")
-    problem, plan = local(program.problem, program.plan), program.plan
-    assert shared_step(problem, plan) > 1.01 * even_step(problem, plan)
 
 
 @pytest.mark.parametrize("vocabulary", ["whole", "vocab-2", "vocab-1"])
