@@ -20,7 +20,7 @@ from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import DEFAULT, zero
 from parcompiler.passes.base import GAIN, MARGIN, Pass
-from parcompiler.passes.estimate import costs, host_bytes
+from parcompiler.passes.estimate import host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.least import is_known, least_step
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
@@ -130,7 +130,7 @@ def check_host(problem: Problem, plan: Plan) -> None:
     """Raise InfeasibleError where a rank would keep more in its node's memory than its share."""
     if not plan.offload or plan.stages is None:
         return
-    ranks, kept = problem.mesh.size, host_bytes(plan, costs(local(problem, plan), plan))
+    ranks, kept = problem.mesh.size, host_bytes(local(problem, plan), plan)
     for rank, (device, size) in enumerate(zip(problem.devices, kept, strict=True)):
         beside = min(device.devices_per_node, ranks)
         if device.host_memory is not None and size * beside > device.host_memory:

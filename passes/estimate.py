@@ -177,10 +177,12 @@ def _costs(
     return tuple(found)
 
 
-def host_bytes(plan: Plan, stages: Sequence[StageCost]) -> list[int]:
-    """Bytes that each rank keeps in the memory of its node at most, with these costs of stages."""
-    pairs = [*zip(plan.stages or (), stages, strict=True)]
-    own = [[c.host for s, c in pairs if s.rank == r] for r in range(plan.mesh.pipeline)]
+def host_bytes(problem: Problem, plan: Plan) -> list[int]:
+    """Bytes that each rank keeps in the memory of its node at most."""
+    pairs = [*zip(plan.stages or (), costs(problem, plan), strict=True)]
+    own = [
+        [cost.host for choice, cost in pairs if choice.rank == r] for r in range(plan.mesh.pipeline)
+    ]
     return [
         max(sum(map(mul, sizes, counts)) for counts in vectors)
         for sizes, vectors in zip(own, kept_by(plan), strict=True)

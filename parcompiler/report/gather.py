@@ -122,11 +122,11 @@ def owned(plan: Plan, lowered: Lowered) -> tuple[data.OwnedParameters, ...]:
 
 
 def ranks(
-    problem: Problem, plan: Plan, lowered: Lowered, costs: Sequence[StageCost], timeline: Timeline
+    problem: Problem, plan: Plan, lowered: Lowered, timeline: Timeline
 ) -> tuple[data.Rank, ...]:
     """What each rank does not compute, and what it holds."""
     without = prices.without_recomputation(problem, plan) or [None] * lowered.size
-    host = host_bytes(plan, costs) if plan.offload else [0] * lowered.size
+    host = host_bytes(problem, plan) if plan.offload else [0] * lowered.size
     ranks = []
     for r, parts in enumerate(tensors(problem, plan)):
         parameters, gradients, states = map(

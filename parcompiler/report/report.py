@@ -83,7 +83,7 @@ class Report(ReportData):
             mesh=gather.mesh(problem),
             step=dataclasses.replace(step, parts=parts, changes=changes),
             stages=gather.stages(lowered, priced, costs),
-            ranks=gather.ranks(rank_problem, plan, lowered, costs, timeline),
+            ranks=gather.ranks(rank_problem, plan, lowered, timeline),
             values=gather.values(lowered, plan),
             recomputed=gather.recomputed(lowered),
             shared=gather.shared(lowered),

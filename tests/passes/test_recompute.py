@@ -288,6 +288,20 @@ def test_nothing_is_offloaded_that_the_memory_of_a_node_has_no_room_for() -> Non
         pc.compile(roomy(), tiny, microbatches=8, recompute="offload")
 
 
+def test_what_waits_in_the_memory_of_a_node_is_told_where_blocks_are_stages() -> None:
+    """With parameters in pieces a program has a stage for each block, and the embedding, which is
+    not offloaded, keeps nothing for the layer behind."""
+    mesh, kept = pc.Mesh(pipeline=2, data=2, device="h100"), []
+    for level in (0, 3):
+        program = pc.compile(
+            roomy(), mesh, microbatches=8, zero=level, recompute="offload", schedule="1f1b",
+            stages="even", vocabulary="whole",
+        )  # fmt: skip
+        kept.append([rank.host for rank in program.report().ranks])
+    for whole, pieces in zip(*kept, strict=True):
+        assert 0.9 * whole <= pieces <= whole
+
+
 @pytest.mark.parametrize(("ranks", "gibibytes"), [(1, 0.66), (1, 0.5), (2, 0.6)])
 def test_no_plan_is_below_the_bound_whatever_memory_makes_it_do(
     ranks: int, gibibytes: float
