@@ -165,9 +165,10 @@ class StagePass(Pass):
             if best is None or division.objective < (1 - self.gain) * best[1].objective:
                 best = level, division, trial
             seconds = best[1].objective
-            with suppress(PlanError):  # an order that never ends
+            if plan.mesh.pipeline > 1:  # one rank has nothing to even out
                 decided = _decided(problem, best[2], best[0], best[1])
-                seconds = max(seconds, estimate(problem, decided).step_time)
+                with suppress(PlanError):  # an order that never ends
+                    seconds = max(seconds, estimate(problem, decided).step_time)
             if seconds <= (1 + self.slack) * _fill_and_drain(problem, best[2], best[0]):
                 break
         if best is None:
