@@ -42,6 +42,7 @@ from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.modes import in_modes
 from parcompiler.capture.patches import (
     ONE_THREAD,
+    checkpoints_run_once,
     patched,
     quiet,
     sets_in_order,
@@ -187,6 +188,7 @@ def _export(
     first: Exception | None = None
     with (
         warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
+        checkpoints_run_once(),
         patched(torch.autograd.Function, apply=classmethod(traced)),
         patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
         Known() as known,

@@ -35,6 +35,7 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
+from torch.utils import checkpoint
 
 _LOGGERS = (
     "torch._subclasses.fake_tensor",
@@ -85,6 +86,16 @@ def unmoved() -> AbstractContextManager[None]:
         return original(self, fn, recurse)
 
     return patched(nn.Module, _apply=apply)
+
+
+def checkpoints_run_once() -> AbstractContextManager[None]:
+    """`checkpoint(use_reentrant=False)` calls its function, and no more: what runs again is for the
+    plan to say. In an export a checkpoint within another would leave gradients switched off."""
+
+    def wrapping(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    return patched(checkpoint, _checkpoint_without_reentrant_generator=wrapping)
 
 
 class _Kind(type):

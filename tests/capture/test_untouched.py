@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import parcompiler as pc
 from parcompiler.capture import capture
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.untouched import untouched
@@ -301,6 +302,39 @@ def test_reentrant_checkpointing_is_refused(reentrant: bool) -> None:
         return
     with pytest.raises(CaptureError, match="say use_reentrant=False"):
         capture(Model(again), X)
+
+
+class Nested(nn.Module):
+    """A checkpoint within another: torch.export runs all behind the inner one without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(x)
+        return hidden.tanh()
+
+    def outer(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inner, self.first(x), use_reentrant=False).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.third(checkpoint(self.outer, x, use_reentrant=False)).sum()
+        return loss
+
+
+def test_a_checkpoint_within_another_keeps_its_gradients() -> None:
+    torch.manual_seed(0)
+    model, x = Nested().double(), torch.randn(2, 4, dtype=torch.float64)
+    program = pc.compile(model, pc.Mesh(), {"x": x}, microbatches=1)
+    with program.worker() as worker:
+        worker.step({"x": x})
+        found = worker.gather_gradients()
+    model(x).backward()
+    assert found is not None
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def doubled(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
