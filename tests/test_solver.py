@@ -219,6 +219,7 @@ def test_an_interruption_is_pythons_again_after_a_long_solve() -> None:
     script = """
 import os, random, signal, time
 from parcompiler.solver import SolverModel, solve
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 random.seed(0)
 model = SolverModel()
 x = [model.integer(f"x{i}", 0, 100) for i in range(200)]
