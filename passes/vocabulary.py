@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from parcompiler.capture.blocks import cut
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.options import METHODS
 from parcompiler.passes.base import GAIN, Pass
@@ -127,15 +128,27 @@ def _spread(problem: Problem) -> VocabularyChoice:
     """The layers that can be spread, and which stay whole and why, without a method."""
     ranks = problem.mesh.pipeline * problem.mesh.tensor
     found = find(problem.graph, ranks)
-    kept = found.kept
+    kept, several = found.kept, _read_by_several(problem, found)
     if problem.options.vocabulary in METHODS and found == VocabularyMatch():
         kept = (f"{problem.graph.name}: {NOTHING}",)
+    head = found.head.weight if found.head else None
     return VocabularyChoice(
         method="",
-        lookups=found.tables,
-        head=found.head.weight if found.head else None,
-        kept=kept,
+        lookups=tuple(name for name in found.tables if name not in several),
+        head=None if head in several else head,
+        kept=(*kept, *(f"{name}: several layers read its rows" for name in several)),
     )
+
+
+def _read_by_several(problem: Problem, found: VocabularyMatch) -> tuple[str, ...]:
+    """The tables whose rows several layers read: those of a spread table go to one stage."""
+    blocks = cut(problem.graph, problem.levels[0]).blocks
+    home = {node: b for b, block in enumerate(blocks) for node in block.nodes}
+    readers = (
+        (item.weight, {home[user] for user in item.node.users if user in home})
+        for item in found.lookups
+    )
+    return tuple(dict.fromkeys(name for name, own in readers if len(own) > 1))
 
 
 def _choices(methods: tuple[str, ...], spread: VocabularyChoice) -> Iterator[VocabularyChoice]:

@@ -50,6 +50,36 @@ class Words(nn.Module):
         return self.loss(logits, y.flatten())
 
 
+class Mixed(Words):
+    """Each layer also reads the words themselves."""
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        words = x
+        for layer in self.layers:
+            x = (layer(x) + words).tanh()
+        return x
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_words_that_several_layers_read_stay_on_stages(tied: bool) -> None:
+    """What is looked up on all ranks goes to one stage."""
+    torch.manual_seed(0)
+    model = Mixed()
+    if tied:
+        model.head.weight = model.table.weight
+    program = pc.compile(
+        model, pc.Mesh(pipeline=2), {"x": TOKENS, "y": TOKENS}, microbatches=2,
+        vocabulary="vocab-2", precision="fp64",
+    )  # fmt: skip
+    choice = program.plan.vocabulary
+    assert choice is not None
+    assert choice.lookups == ()
+    assert choice.head == (None if tied else "head.weight")
+    assert any("several layers read its rows" in line for line in choice.kept)
+    found = program.verify()
+    assert max(found.loss_error, found.gradient_error) <= 1e-9
+
+
 def with_z_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, y) + 1e-4 * logits.logsumexp(-1).square().mean()
 
