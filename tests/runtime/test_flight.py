@@ -62,14 +62,24 @@ def test_a_thread_that_waits_for_others_is_told_from_one_that_computes() -> None
 
 def test_a_wait_begins_when_the_thread_was_last_seen_to_compute() -> None:
     recorder, event = FlightRecorder(), threading.Event()
+    looked, waiting = threading.Event(), threading.Event()
 
     def compute() -> None:
-        time.sleep(0.25)  # in this file; the first look is within
+        looked.wait()  # in this file: the first looks are within
+        waiting.set()
         Receipt(torch.ones(1), event).wait()  # type: ignore[arg-type]
 
     position, _ = position_of_thread(recorder, compute)
+    assert not position.waits
+    seen = time.time()
+    looked.set()
+    waiting.wait()
+    for _ in range(500):  # while it is between these two lines
+        if not position.waits:
+            time.sleep(0.01)
+            position = recorder.position()
     assert position.waits
-    assert position.seconds < 0.2
+    assert position.since >= seen - 0.1
     event.set()
 
 
