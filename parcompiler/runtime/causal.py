@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parcompiler.pieces import Shard
 from parcompiler.ring import BACKWARD, FORWARD, RingAttention, has_kernel, lowered, merge, widened
@@ -77,10 +78,17 @@ def causal(
     made = []
     for rows, start in zip(query.chunk(len(starts), -2), starts, strict=True):
         end = start + rows.shape[-2]
-        bias: Any = causal_lower_right(rows.shape[-2], end)
+        bias = _lower_right(rows.shape[-2], end)
         pair = key[..., :end, :], value[..., :end, :]
         made.append(F.scaled_dot_product_attention(rows, *pair, bias, **more))
     return made[0] if len(made) == 1 else torch.cat(made, -2)
+
+
+def _lower_right(rows: int, keys: int) -> Any:
+    """The mask that is no tensor. Outside of modes (layers that are traced to be compiled, counters
+    of FLOPs), within which torch cannot make a tensor of its class."""
+    with _disable_current_modes():
+        return causal_lower_right(rows, keys)
 
 
 class _Merged(torch.autograd.Function):

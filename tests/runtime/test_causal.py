@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from parcompiler.runtime.causal import causal
 
@@ -60,3 +62,19 @@ def test_autocast_lowers_what_rows_attend_to() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = causal(query[..., 5:10, :], key, value, [5])
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-8)
+
+
+def test_operands_without_heads_are_traced_and_counted() -> None:
+    """No kernel of the CPU takes them, as on accelerators none of ours does."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 8, 4, generator=generator) for _ in range(3))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 4:]
+
+    def last_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return causal(query, key, value, [4])
+
+    graph = make_fx(last_rows, tracing_mode="fake")(query[:, 4:], key, value)
+    torch.testing.assert_close(graph(query[:, 4:], key, value), expected)
+    with FlopCounterMode(display=False) as counter:
+        torch.testing.assert_close(last_rows(query[:, 4:], key, value), expected)
+    assert counter.get_total_flops() > 0
