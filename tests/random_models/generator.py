@@ -608,6 +608,19 @@ def _with_memory(number: int, data: int) -> dict[str, Any]:
     return options
 
 
+def _with_context(case: Case, degrees: dict[str, int]) -> dict[str, int]:
+    """Context ranks, instead of tensor ranks, for some models with sequences; with a chance of
+    their own, too."""
+    chosen = random.Random(f"context of {case.number}")
+    count = chosen.choice((2, 2, 2, 3, 4, 5))
+    floats = [spec for spec in case.inputs.values() if spec[0] == "float" and len(spec) == 4]
+    tokens = [spec for spec in case.inputs.values() if spec[0] == "tokens" and len(spec) == 4]
+    lengths = {spec[2] for spec in floats} | {spec[3] for spec in tokens}
+    ranks = count * degrees["pipeline"] * degrees["data"]
+    fits = any(length % count == 0 for length in lengths)
+    return {"context": count, "tensor": 1} if fits and ranks <= 8 and chosen.random() < 0.6 else {}
+
+
 def _with_options(
     case: Case, chosen: random.Random, language: bool, mesh: tuple[int, int, int]
 ) -> Case:
@@ -651,6 +664,8 @@ def _with_options(
         "steps": chosen.choice((1, 2, 3)) if exact else 1, "loads": chosen.random() < 0.25,
     }  # fmt: skip
     degrees = {"pipeline": pipeline, "tensor": tensor, "data": data}
+    if schedule != "pipedream":
+        degrees |= _with_context(case, degrees)
     degrees = {axis: degree for axis, degree in degrees.items() if degree > 1}
     more = case.options | options
     return dataclasses.replace(case, mesh=degrees, options=more, training=training)

@@ -54,6 +54,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parcompiler as pc
+from parcompiler import runtime
 
 SAFETY = {torch.float64: 32.0, torch.float32: 32.0, torch.bfloat16: 8.0, torch.float16: 8.0}
 PRECISIONS = {
@@ -67,7 +68,7 @@ EVALUATION = -1  # in the place of the number of a step
 LEAST = 2.0**-24  # number above zero of float16
 SCALE = 16.0  # of the loss in float16: small enough that no step is skipped
 Tensors = dict[str, Tensor]
-Drawn = dict[tuple[Any, ...], list[Tensor]]  # by step, data rank, micro-batch, operator
+Drawn = dict[tuple[Any, ...], list[list[Tensor]]]  # by step, data rank, micro-batch, operator
 
 
 # ---------------------------------------------------------------------------------- the batches
@@ -337,6 +338,27 @@ class _Drawn(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.worker, self.step = worker, 0
         self.made: list[dict[str, Any]] = []
+        self._zigzag = -1  # the dimension of which ranks draw a chunk from either end
+
+    def __enter__(self) -> Any:
+        """See how pieces are drawn that ranks have by themselves."""
+        self._own = runtime.own_draws
+        runtime.own_draws = self._drawing_own
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the runtime as it was."""
+        runtime.own_draws = self._own
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _drawing_own(
+        self, dim: int, sizes: Any = None, axis: str = "tensor", zigzag: bool = False
+    ) -> Iterator[None]:
+        self._zigzag = dim if zigzag else -1
+        with self._own(dim, sizes, axis, zigzag):
+            yield
+        self._zigzag = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator."""
@@ -344,6 +366,7 @@ class _Drawn(TorchDispatchMode):
         line = self.worker.flight.current
         if (name := _draw(func, args)) and line is not None and line.kind.value == "FORWARD":
             where = {"step": self.step, "stage": line.stage, "i": line.microbatch, "name": name}
+            where["zigzag"] = self._zigzag
             self.made.append(where | {"value": result.detach().clone().contiguous()})
         return result
 
@@ -367,10 +390,8 @@ class _Replayed(TorchDispatchMode):
         return result
 
 
-def _whole(pieces: Tensor | list[Tensor], shape: torch.Size) -> Tensor:
-    """What the tensor ranks of a line drew together: all the same, or each a piece."""
-    if isinstance(pieces, Tensor):
-        return pieces
+def _whole(pieces: list[Tensor], shape: torch.Size) -> Tensor:
+    """What the tensor or context ranks of a line drew together: all the same, or each a piece."""
     if pieces[0].shape == shape:
         return pieces[0]
     (dim,) = (k for k, size in enumerate(shape) if pieces[0].shape[k] != size)
@@ -436,7 +457,8 @@ def on_rank(folder: Path, rank: int, size: int) -> None:
 
 def _trained(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
     """The steps of one rank."""
-    data = worker.program.coordinate.data
+    at, grid = worker.program.coordinate, worker.program.grid
+    data = grid.batch_of(at.data)
     own = [job["batches"][data][step] for step in range(job["steps"])]
     inputs = [tuple(b.values()) if job["positional"] else b for b in own]
     kind = getattr(torch.optim, job["optimizer"])
@@ -460,9 +482,9 @@ def _trained(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": torch.stack(losses), "gradients": gradients, "state": state,
         "evaluation": evaluation, "drawn": chance.made, "data": data,
-        "tensor": worker.program.coordinate.tensor,
+        "piece": at.tensor + at.context,
         "parameters": [name for name, _ in worker.named_parameters()],
-        "pipeline": worker.program.coordinate.pipeline, "skipped": worker.skipped_steps,
+        "pipeline": at.pipeline, "skipped": worker.skipped_steps,
     }  # fmt: skip
 
 
@@ -615,22 +637,30 @@ def _limits(
 
 
 def _assembled(ranks: list[dict[str, Any]]) -> Drawn:
-    """What was drawn, with the pieces of the tensor ranks beside each other."""
-    places: dict[tuple[Any, ...], list[tuple[int, int, int, Tensor]]] = defaultdict(list)
+    """What was drawn, with the pieces of tensor or context ranks beside each other."""
+    places: dict[tuple[Any, ...], dict[tuple[int, int], list[tuple[Any, ...]]]] = {}
     for rank in ranks:
         numbers: Counter[tuple[Any, ...]] = Counter()
         for item in rank["drawn"]:
             place = (item["step"], rank["data"], item["i"], item["name"])
             number = numbers[place, item["stage"]]
             numbers[place, item["stage"]] += 1
-            places[place].append((item["stage"], number, rank["tensor"], item["value"]))
-    found: Drawn = {}
-    for place, items in places.items():
-        lines: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        for stage, number, _, value in sorted(items, key=lambda item: item[:3]):
-            lines[stage, number].append(value)
-        found[place] = [lines[key] for key in sorted(lines)]  # type: ignore[misc]
-    return found
+            line = places.setdefault(place, {}).setdefault((item["stage"], number), [])
+            line.append((rank["piece"], item["value"], item["zigzag"]))
+    return {
+        place: [_in_order(sorted(lines[key], key=lambda item: item[0])) for key in sorted(lines)]
+        for place, lines in places.items()
+    }
+
+
+def _in_order(line: list[tuple[Any, ...]]) -> list[Tensor]:
+    """The pieces of a line of ranks in the order of the whole: zigzag ones have a chunk from either
+    end of it."""
+    pieces, dim = [value for _, value, _ in line], line[0][2]
+    if dim < 0:
+        return pieces
+    first, second = zip(*(value.chunk(2, dim) for value in pieces), strict=True)
+    return [torch.cat((*first, *reversed(second)), dim)]
 
 
 def _different_draws(drawn: Drawn) -> Iterator[str]:
