@@ -394,8 +394,9 @@ class DataParts:
             part = self.parts.get(name)
             if part is None:
                 continue
+            gradient = gradient.view_as(part)  # a scalar is a row
             if part.grad is not None:
-                part.grad.add_(gradient.view_as(part))
+                part.grad.add_(gradient)
             elif self.whole and self.level > 1:  # a view keeps those of other ranks in memory
                 part.grad = gradient.clone()
             else:

@@ -41,6 +41,17 @@ class Normed(nn.Module):
         return F.cross_entropy(self.head(x), labels.flatten())
 
 
+class Scaled(gpt.GPT):
+    """Among its parameters is a scalar."""
+
+    def __init__(self, config: gpt.Config) -> None:
+        super().__init__(config)
+        self.factor = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(tokens, labels) * self.factor
+
+
 @cache
 def programs(
     rows: int, dropout: float, precision: str | None, *, tied: bool, normed: bool
@@ -53,7 +64,7 @@ def programs(
     )  # fmt: skip
     ids = torch.randint(VOCABULARY, (rows, LENGTH))
     inputs = {"tokens": ids, "labels": ids}
-    model = Normed() if normed else gpt.GPT(config)
+    model = Normed() if normed else Scaled(config)
     return pc.compile(model, pc.Mesh(), inputs, precision=precision, progress=False)
 
 

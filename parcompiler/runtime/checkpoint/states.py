@@ -38,6 +38,7 @@ from parcompiler.runtime.zero import DataParts
 FACTORED = ("error", "factor")  # of PowerSGD
 ARRIVALS = "arrivals"  # of an asynchronous program
 KEPT = ("outer anchor", "outer momentum")  # of rounds
+COUNTERS = ("step", "mu_product", "eta", "mu")  # states of torch.optim that are one number each
 LIKE = "like its parameter"  # the note of a state that is divided as its parameter is
 
 
@@ -107,7 +108,7 @@ class RankState:
                 stored[f"{kind}/{name}"] = StoredTensor(self._shape(name), "", parts)
         for name, parameter, states in self._states() if optimizer else ():
             for key, value in states.items():
-                if not isinstance(value, torch.Tensor) or not value.dim():
+                if self._is_number(name, key, value):
                     continue
                 if value.shape == parameter.shape:
                     parts = self._parts(name, value)
@@ -215,7 +216,7 @@ class RankState:
                     name: {
                         key: _option(value, f"state {key!r} of {name!r}")
                         for key, value in states.items()
-                        if not isinstance(value, torch.Tensor) or not value.dim()
+                        if self._is_number(name, key, value)
                     }
                     for name, _, states in self._states()
                     if (parts := self._data_parts(name)) is None or parts.is_first(name)
@@ -476,6 +477,13 @@ class RankState:
             for name, kind in product(self.updates.weights(), KEPT):
                 if (value := rounds.kept(kind, name)) is not None:
                     yield name, kind, value
+
+    def _is_number(self, name: str, key: str, value: object) -> bool:
+        """Whether a state of a parameter is a number; those of a scalar are like it, which ZeRO has
+        in rows, but for what counts steps."""
+        if not isinstance(value, torch.Tensor) or value.dim():
+            return not isinstance(value, torch.Tensor)
+        return bool(self._shape(name)) or key in COUNTERS
 
     def _place(self, name: str, parameter: torch.Tensor) -> str:
         """Which boxes of a divided parameter this rank has, for states of other shapes."""
