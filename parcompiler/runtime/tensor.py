@@ -130,9 +130,14 @@ def once(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
 
 
 def _on_first(axis: str) -> LinearMap:
-    """Zeros on all ranks but the first."""
-    is_first = current(axis).rank == 0
-    return lambda x: x.clone() if is_first else torch.zeros_like(x)
+    """Zeros on all ranks but the first. In a trace they depend on the value: what does not depend
+    on gradients is moved from a compiled backward to its forward, and what nothing depends on is
+    left out, collectives too, which all ranks must do in the same order."""
+    if current(axis).rank == 0:
+        return torch.clone
+    if tracing.active() is not None:
+        return lambda x: torch.where(torch.zeros_like(x, dtype=torch.bool), x, 0)
+    return torch.zeros_like
 
 
 def _own(x: torch.Tensor, shard: Shard, group: Axis) -> torch.Tensor:

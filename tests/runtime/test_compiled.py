@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import parcompiler as pc
 from parcompiler import runtime
@@ -116,6 +118,24 @@ def test_equal_layers_are_compiled_once_and_train_as_they_do_without(program: pc
     assert eager.keys() == compiled.keys()
     for name, tensor in eager.items():
         assert torch.allclose(compiled[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_zeros_of_a_rank_depend_on_the_value_where_they_are_traced(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks whose graphs depend on other values do their collectives in another order."""
+    monkeypatch.setattr("parcompiler.runtime.tensor.tracing.active", object)
+    monkeypatch.setattr(
+        "parcompiler.runtime.tensor.current", lambda axis: SimpleNamespace(rank=rank)
+    )
+    x = torch.tensor([1.5, float("nan"), float("inf")])
+    graph = make_fx(lambda x: runtime.first(x), select_decomp_table())(x)
+    graph.graph.eliminate_dead_code()
+    (value,) = (node for node in graph.graph.nodes if node.op == "placeholder")
+    assert value.users
+    expected = torch.zeros(3) if rank else x
+    torch.testing.assert_close(graph(x), expected, equal_nan=True, rtol=0, atol=0)
 
 
 def not_compiled(graph: torch.fx.GraphModule, _: object, **options: object) -> Callable[..., Any]:
@@ -340,6 +360,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"sharding": PIECES, "recompute": "selective"},
         {"vocabulary": 97},
     ),
+    "context": ({"context": 2}, {"recompute": "full"}, {"dropout": 0.1}),
     "zero": ({"data": 2}, {"zero": 3}, {}),
     "vocabulary": ({"pipeline": 2}, {"vocabulary": "vocab-2"}, {}),
     "bf16": ({"pipeline": 2}, {"precision": "bf16"}, {}),
