@@ -447,7 +447,7 @@ def on_rank(folder: Path, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     job = torch.load(folder / "job.pt", weights_only=True)
     try:
-        with pc.load(folder / "program").worker() as worker:
+        with pc.load(folder / "program").worker(compiled=job["compiled"]) as worker:
             result = _trained(worker, job)
         torch.save(result, folder / f"rank_{rank}.pt")
     finally:
@@ -529,6 +529,7 @@ def written(case: Any, folder: Path) -> int:
     own = [[cast(piece(case, b, d, count), lifted) for b in everything] for d in range(data)]
     job = case.TRAINING | {"batches": own, "positional": case.POSITIONAL}
     job["state"] = started(case, lifted)
+    job["compiled"] = bool(os.environ.get("COMPILED"))
     torch.save(_plain_data(job), folder / "job.pt")
     return mesh.size
 
