@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from parcompiler.cost import collective
 from parcompiler.passes.base import MARGIN
+from parcompiler.passes.divide.pairs import slowest_pair
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.divide.runs import slowest_run
 from parcompiler.passes.estimate import least_update, orders_of
@@ -33,6 +34,9 @@ from parcompiler.timeline import Message, StageCost, step_time, timing
 TINY = 1e-9  # sums of the same numbers in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
+FULL = 2  # micro-batches for each rank, with which every rank holds as much as with more
+SMALL, PERIOD = 24, 12  # ranks: steps of more grow evenly with these
+UNSURE = {"v-half": 0.005}  # share by which such a step was at most longer than the simulated one
 
 
 class Packed(NamedTuple):
@@ -109,12 +113,12 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
     return problem.once(_key("roomy bound", problem, plan), find)
 
 
-def _few(plan: Plan) -> Plan:
-    """The plan with so many micro-batches that a steady state is reached, in the order that its
-    stages have by themselves: beside the passes of a head on all ranks they hold more."""
+def _few(plan: Plan, rounds: int) -> Plan:
+    """The plan with at most so many micro-batches for each rank, in the order that its stages have
+    by themselves: beside the passes of a head on all ranks they hold more."""
     ranks, m, choice = plan.mesh.pipeline, plan.microbatches, plan.vocabulary
     choice = choice and dataclasses.replace(choice, head=None)
-    few = min(m, STEADY * ranks + m % ranks)
+    few = min(m, rounds * ranks + m % ranks)
     return dataclasses.replace(plan, microbatches=few, vocabulary=choice)
 
 
@@ -137,8 +141,8 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
     the fullest rank has more of, where no block is cut, in idle time. Cached."""
 
     def find() -> Packed:
-        few = _few(plan)
-        fullest = plan if plan.schedule == "gpipe" else few  # which keeps all micro-batches
+        few = _few(plan, STEADY)
+        fullest = plan if plan.schedule == "gpipe" else _few(plan, FULL)  # which keeps all
         trial = as_asked(problem, fullest, level)
         priced = problem.recomputing(level, trial.recompute or ())
         task = division_task(problem, trial, level)
@@ -146,8 +150,9 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
         even = sum((*priced.forward, *priced.backward)) / pace
         seconds = [load.seconds for load in task.loads]
         whole = _fullest(seconds, task.ranks) if task.is_uniform else 0.0
-        if task.is_linked and task.each == 1:
-            whole = max(whole, slowest_run(task) * task.unit)
+        if task.is_linked and task.each <= 2:
+            slowest_whole = slowest_run if task.each == 1 else slowest_pair
+            whole = max(whole, slowest_whole(task) * task.unit)
         return Packed(few, priced, pace, even, slowest, whole)
 
     return problem.once((*_key("packed", problem, plan), level), find)
@@ -190,9 +195,14 @@ def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:
 
 def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
     """The step of even stages under the schedule, without a vocabulary on all ranks; `pace` is the
-    aggregate speed of the ranks in units of the fastest."""
+    aggregate speed of the ranks in units of the fastest.
+
+    With as many micro-batches for each rank it is linear in the number of ranks, from SMALL on and
+    in steps of PERIOD. So two small pipelines tell that of a deep one.
+    """
+    ranks, m, unsure = plan.mesh.pipeline, plan.microbatches, UNSURE.get(plan.schedule or "", 0.0)
     stages = len(outline(plan).placement)
-    parts = pace * stages / plan.mesh.pipeline
+    parts = pace * stages / ranks
     cost = StageCost(
         forward=sum(priced.forward) / parts,
         backward=sum(priced.backward) / parts,
@@ -201,10 +211,23 @@ def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
         resident=0,
         saved=0,
     )
-    what = [cost] * stages, list(_messages(problem, plan))
+    messages = list(_messages(problem, plan))
     if plan.orders is not None:
-        return timing(trunk(plan), *what).step_time
-    return step_time(orders_of(plan, trunk), plan.microbatches, *what)
+        return timing(trunk(plan), [cost] * stages, messages).step_time
+
+    def on(fewer: int) -> float:
+        mesh = dataclasses.replace(plan.mesh, pipeline=fewer)
+        own = dataclasses.replace(plan, mesh=mesh, microbatches=m * fewer // ranks)
+        each = stages // ranks * fewer
+        what = [cost] * each, list(_messages(problem, own))
+        return step_time(orders_of(own, trunk), own.microbatches, *what)
+
+    first = SMALL + ranks % PERIOD
+    alike = len({message.seconds for message in messages if message.seconds}) <= 1
+    if first + PERIOD >= ranks or m < FULL * ranks or m * PERIOD % ranks or not alike:
+        return on(ranks)
+    least, more = on(first), on(first + PERIOD)
+    return (least + (more - least) * (ranks - first) / PERIOD) * (1 - unsure)
 
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:

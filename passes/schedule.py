@@ -118,11 +118,17 @@ class Weighing:
         """Divide the model under a candidate."""
         candidate = self.candidates[k]
         try:
-            divided = self.asked.stages.run(self.problem, candidate)
+            divided = self._stages.run(self.problem, candidate)
         except (InfeasibleError, InputError, UndecidedError) as error:
             self.refused[k] = error
             return
         self.found[k] = step_of(self.problem, divided)
+
+    @property
+    def _stages(self) -> StagePass:
+        """The pass that divides; where nobody reads why, no further than is of use."""
+        below = math.inf if self.problem.explain else self.asked.below
+        return dataclasses.replace(self.asked.stages, below=below)
 
     def chosen(self) -> Plan:
         """The plainest plan within the margin of the shortest, with all that were weighed."""

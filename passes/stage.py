@@ -50,23 +50,27 @@ class StagePass(Pass):
     """Decides `plan.stages`, `plan.granularity`, `plan.sent` and `plan.recompute`.
 
     `slack` is the share of the step time that finer blocks must be able to save to be tried, by the
-    formula or by the timeline, `gain` the share that they must really save.
+    formula or by the timeline, `gain` the share that they must really save. A step of `below`
+    seconds is known: slower ones are of no use.
     """
 
     name: ClassVar[str] = "stage"
     slack: float = MARGIN
     gain: float = MARGIN
+    below: float = math.inf
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Divide into stages, and recompute what the user asked for or what memory forces.
 
-        Cached, because the schedule pass asks for the same divisions.
+        Cached, because the schedule pass asks for the same divisions. Raises InfeasibleError where
+        none fits, or none found is shorter than the known step.
         """
         if plan.stages is not None:
             return plan
         order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
         asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
-        key = self, *order, *asked, plan.vocabulary and plan.vocabulary.method
+        known = dataclasses.replace(self, below=math.inf)  # what is found serves for any
+        key = known, *order, *asked, plan.vocabulary and plan.vocabulary.method
         found = problem.once(key, lambda: self._computed(problem, plan))
         names = "granularity", "sent", "stages", "recompute", "solution"
         return dataclasses.replace(plan, **{name: getattr(found, name) for name in names})
@@ -80,7 +84,7 @@ class StagePass(Pass):
             return self._divided(problem, plan, wanted, explain=False)
         if not problem.explain:
             message = "no division into stages fits the memory, every block recomputed or not"
-            raise InfeasibleError(message)
+            raise InfeasibleError(message if self.below == math.inf else _too_long(self.below))
         return self._all_or_nothing(problem, plan)
 
     def _all_or_nothing(self, problem: Problem, plan: Plan) -> Plan:
@@ -113,7 +117,7 @@ class StagePass(Pass):
     def _automatic(self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool) -> Plan:
         """The division with the shortest step on the timeline: the solver's, the runs it started
         from, even stages, or the best of these improved by moving blocks."""
-        shortest = _Shortest(problem, plan, wanted, self.gain)
+        shortest = _Shortest(problem, plan, wanted, self.gain, seconds=self.below)
         level: int | None = None
         others: list[tuple[int, tuple[int, ...]]] = []
         refusal: InfeasibleError | UndecidedError | None = None
@@ -133,7 +137,8 @@ class StagePass(Pass):
         for alternative in (*others, *_alternatives(problem, plan, level)):
             shortest.consider(*alternative)
         if shortest.plan is None:
-            assert refusal is not None
+            if refusal is None:
+                raise InfeasibleError(_too_long(self.below))
             needed, lean = getattr(refusal, "needed", None) or 0, shortest.leanest
             if lean is not None and (lean.needed or needed) < (1 - FAR) * needed:
                 lean.add_note("of the divisions that were tried, that needs least")
@@ -157,7 +162,9 @@ class StagePass(Pass):
             ):
                 continue
             try:
-                division, trial = _fitting(problem, plan, level, wanted, explain=explain)
+                division, trial = _fitting(
+                    problem, plan, level, wanted, below=self.below, explain=explain
+                )
             except InfeasibleError as error:
                 refusal = error
                 continue
@@ -178,6 +185,11 @@ class StagePass(Pass):
                 refusal.add_note(why_so_few(problem.graph))
             raise refusal
         return solved, best
+
+
+def _too_long(below: float) -> str:
+    """Why no division is of use."""
+    return f"no division was found that fits the memory and has a step below {below:.6g} s"
 
 
 def _alternatives(
@@ -320,18 +332,22 @@ def _recomputing(problem: Problem, plan: Plan, level: int, wanted: Wanted) -> Pl
 
 
 def _fitting(
-    problem: Problem, plan: Plan, level: int, wanted: Wanted, *, explain: bool = True
+    problem: Problem, plan: Plan, level: int, wanted: Wanted, *, below: float, explain: bool
 ) -> tuple[StageDivision, Plan]:
     """The solver's division at a granularity whose simulated step fits into the memory, and a plan
     with the blocks that are recomputed in it.
 
     The solver does not know how many messages are in flight at once. Bytes by which the simulated
-    step is over the memory are reserved in the next attempt.
+    step is over the memory are reserved in the next attempt. Raises InfeasibleError for a step that
+    is not below so many seconds.
     """
     free = [0] * len(problem.memories)
     while True:
         division, trial = _divide(problem, plan, level, wanted, free, explain=explain)
-        over = _over(problem, _decided(problem, trial, level, division))
+        decided = _decided(problem, trial, level, division)
+        if below < math.inf and alone(problem, decided) >= below:
+            raise InfeasibleError(_too_long(below))
+        over = _over(problem, decided)
         if max(over) <= 0:
             return division, trial
         free = list(_freer(problem, free, over))

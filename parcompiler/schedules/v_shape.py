@@ -16,8 +16,8 @@ none. What is ready when is found by running all ranks with f = b = w.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence, Set
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
 from parcompiler.instruction import Kind
 from parcompiler.schedules.action import (
@@ -25,7 +25,6 @@ from parcompiler.schedules.action import (
     Orders,
     backward_input,
     backward_weight,
-    forward,
 )
 
 
@@ -47,61 +46,69 @@ def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
     """Whole orders from those up to the last forward of each rank."""
     size = len(heads)
     ranks = [_VRank(head, v_stages(r, size), microbatches) for r, head in enumerate(heads)]
-    ended: set[Action] = set()
+    ended = {kind: [0] * (2 * size) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)}
     while any(rank.unfinished for rank in ranks):
-        slot = [rank.take(ended, last=2 * size - 1) for rank in ranks]
-        assert any(slot), f"ranks wait for each other after {len(ended)} actions"
-        ended.update(action for action in slot if action is not None)
+        slot = [action for rank in ranks if (action := rank.take(ended)) is not None]
+        assert slot, f"ranks wait for each other after {ended}"
+        for kind, stage, _ in slot:
+            if kind in ended:
+                ended[kind][stage] += 1
     return tuple(tuple(rank.order) for rank in ranks)
+
+
+Ended = Mapping[Kind, Sequence[int]]  # of each stage the micro-batches that ended, from the first
 
 
 class _VRank:
     """What one rank has done and has left to do."""
 
     def __init__(self, head: Sequence[Action], stages: tuple[int, int], microbatches: int) -> None:
-        given = set(head)
         self.order: list[Action] = []
-        self.head = deque(head)
+        self.head, self.at = head, 0
+        again = [a for a in head if a.kind is Kind.BACKWARD_INPUT]
+        done = len(head) - len(again) - sum(a.kind is Kind.FORWARD for a in head)
+        begun = Counter(a.stage for a in again)
         self.inputs = [
-            deque(a for i in range(microbatches) if (a := backward_input(j, i)) not in given)
-            for j in stages
+            deque(backward_input(j, i) for i in range(begun[j], microbatches)) for j in stages
         ]
-        self.weights = deque(
-            weight
-            for a in head
-            if a.kind is Kind.BACKWARD_INPUT and (weight := _weight(a)) not in given
-        )
+        # the head does gradients of weights in the order of those of inputs
+        self.weights = deque(map(_weight, again[done:]))
 
     @property
     def unfinished(self) -> bool:
         """Whether there is something left to do."""
-        return bool(self.head or any(self.inputs) or self.weights)
+        return bool(self.at < len(self.head) or any(self.inputs) or self.weights)
 
-    def take(self, ended: Set[Action], last: int) -> Action | None:
-        """Do one thing that can be done once `ended` has ended, if there is one."""
-        action = self._choose(ended, last)
+    def take(self, ended: Ended) -> Action | None:
+        """Do one thing that can be done once so much has ended, if there is one."""
+        action = self._choose(ended)
         if action is not None:
             self.order.append(action)
         return action
 
-    def _choose(self, ended: Set[Action], last: int) -> Action | None:
+    def _choose(self, ended: Ended) -> Action | None:
         """What the head says; behind it inputs before weights."""
-        if self.head:
-            return self.head.popleft() if _ready(self.head[0], ended, last) else None
+        if self.at < len(self.head):
+            action = self.head[self.at]
+            if not _ready(action, ended):
+                return None
+            self.at += 1
+            return action
         for waiting in self.inputs:
-            if waiting and _ready(waiting[0], ended, last):
+            if waiting and _ready(waiting[0], ended):
                 self.weights.append(_weight(waiting[0]))
                 return waiting.popleft()
         return self.weights.popleft() if self.weights else None
 
 
-def _ready(action: Action, ended: Set[Action], last: int) -> bool:
+def _ready(action: Action, ended: Ended) -> bool:
     """Whether what an action needs of other stages has ended."""
-    if action.kind is Kind.FORWARD:
-        return action.stage == 0 or forward(action.stage - 1, action.microbatch) in ended
-    if action.kind is Kind.BACKWARD_INPUT:
-        return action.stage == last or backward_input(action.stage + 1, action.microbatch) in ended
-    return True
+    kind, stage, microbatch = action
+    if kind is Kind.BACKWARD_WEIGHT:
+        return True
+    own = ended[kind]
+    before = stage - 1 if kind is Kind.FORWARD else stage + 1
+    return not 0 <= before < len(own) or own[before] > microbatch
 
 
 def _weight(action: Action) -> Action:

@@ -24,6 +24,7 @@ from parcompiler.passes.divide.task import DivisionTask
 Measure = Callable[[DivisionCosts], tuple[float, ...]]
 SWEEPS = 200  # over cuts; a dozen is usual
 RESTARTS, SMALL = 8, 600  # as many, where blocks times stages are no more
+LARGE = 4000  # blocks times stages
 NEAR = 4  # cuts at either side of one that moved, which may move next
 REACH = 16  # cuts that move together; with 8 a step on unequal ranks was 4 % longer
 
@@ -33,11 +34,14 @@ def moved_runs(task: DivisionTask) -> list[tuple[int, ...]]:
 
     They are what moves lead to from even runs and, where memory is short, from lean ones; else, if
     the task is small, also from some at random; and those with the least slowest rank (`pairs`).
+    In a large task with two stages on each rank nothing is moved: that took longer than all else
+    and found nothing better than pairs and even stages.
     """
-    found, pairs = _moved(task, _starts(task)), paired_runs(task)
-    if pairs is not None and task.fits(pairs):
-        found.append(pairs)
-    return found or _moved(task, [slim_runs(task)])
+    pairs = paired_runs(task)
+    found = [pairs] if pairs is not None and task.fits(pairs) else []
+    if task.each == 2 and len(task.loads) * task.stages > LARGE:
+        return found or [runs for runs in _starts(task) if task.fits(runs)]
+    return [*_moved(task, _starts(task)), *found] or _moved(task, [slim_runs(task)])
 
 
 def _moved(task: DivisionTask, starts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -10,7 +10,9 @@ other side is kept. The least cap with which all blocks are taken is found by bi
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,10 +43,26 @@ def paired_runs(task: DivisionTask) -> tuple[int, ...] | None:
     """
     best: tuple[int, ...] | None = None
     cap: int | None = None
-    for sides in _sides(task):
+    for sides in _sides(task, snug(task)):
         if found := _least(task, sides, cap):
             cap, best = found[0], sides.stage_of(found[1])
     return best
+
+
+def slowest_pair(task: DivisionTask) -> int:
+    """Units of the slowest rank of a V at least, whatever its memory; 0 for other stages.
+
+    >>> from parcompiler.passes.divide.data import Load
+    >>> loads = [Load(seconds, 0, 0) for seconds in (1.0, 2.0, 1.0, 1.0, 2.0, 1.0)]
+    >>> task = DivisionTask(loads, [], (0, 1, 1, 0), 1, [[(1, 1)]] * 2, [1.0] * 2)
+    >>> slowest_pair(task) * task.unit > 3.98
+    True
+    """
+    roomy = dataclasses.replace(task, limits=[math.inf] * task.ranks)
+    for sides in _sides(roomy, sum(task.compute)):
+        if sides.is_v and (found := _least(roomy, sides, None)):
+            return found[0] - max(1, task.even // PRECISION)
+    return 0
 
 
 def _least(task: DivisionTask, sides: _Sides, most: int | None) -> tuple[int, Taken] | None:
@@ -60,16 +78,17 @@ def _least(task: DivisionTask, sides: _Sides, most: int | None) -> tuple[int, Ta
     return None if best is None else (high, best)
 
 
-def _sides(task: DivisionTask) -> Iterator[_Sides]:
-    """The front and the other side; for interleaved stages one for each middle that is tried."""
+def _sides(task: DivisionTask, longest: int) -> Iterator[_Sides]:
+    """The front and the other side; for interleaved stages one for each middle that is tried. No
+    stage takes more than the `longest` units."""
     ranks, blocks, placement = task.ranks, len(task.loads), tuple(task.placement)
     if placement == (*range(ranks), *reversed(range(ranks))):
-        yield _Sides(task, range(blocks), range(blocks - 1, -1, -1), is_v=True)
+        yield _Sides(task, range(blocks), range(blocks - 1, -1, -1), longest, is_v=True)
     elif placement == (*range(ranks), *range(ranks)):
         done = [*itertools.accumulate(task.compute, initial=0)]
         near = sorted(range(ranks, blocks - ranks + 1), key=lambda i: abs(2 * done[i] - done[-1]))
         for middle in near[:MIDDLES]:
-            yield _Sides(task, range(middle), range(middle, blocks), is_v=False)
+            yield _Sides(task, range(middle), range(middle, blocks), longest, is_v=False)
 
 
 @dataclass(frozen=True)
@@ -80,6 +99,7 @@ class _Sides:
     task: DivisionTask
     front: range
     back: range
+    longest: int
     is_v: bool
 
     @cached_property
@@ -110,9 +130,9 @@ class _Sides:
         return found
 
     def taken(self, cap: int) -> Taken | None:
-        """The blocks that each rank takes if none is above a cap, and no stage much longer than an
-        even one; None where they are not all."""
-        task, fronts, longest = self.task, len(self.front), snug(self.task)
+        """The blocks that each rank takes if none is above a cap, and no stage takes more than the
+        longest; None where they are not all."""
+        task, fronts, longest = self.task, len(self.front), min(cap, self.longest)
         ends = np.arange(fronts + 1)
         at = np.where(ends == 0, 0, -1)  # blocks of the other side, by those of the front
         ways: list[tuple[Counts, Counts]] = []
