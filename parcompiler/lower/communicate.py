@@ -16,10 +16,11 @@ from dataclasses import replace
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower.lowered import Spread, StageProgram, StageValue, TiedTensor
 from parcompiler.schedules.action import NOWHERE, Action
+from parcompiler.schedules.rounds import shortened
 from parcompiler.timeline.collectives import SharedLayers
 from parcompiler.timeline.embeddings import Moment, inserted, whole_walk
 from parcompiler.timeline.lists import InstructionNames
-from parcompiler.timeline.order import StageLink, walked
+from parcompiler.timeline.order import OrderWalk, StageLink, walked
 
 Lists = tuple[tuple[Instruction, ...], ...]
 Orders = Sequence[Sequence[Action]]
@@ -67,7 +68,7 @@ def evaluation(
         for rank in range(ranks)
     ]
     wiring = _Wiring(stages, values, spread)
-    lists = wiring.written(wiring.with_head(orders), training=False)
+    lists = wiring.written(orders, training=False)
     return tuple((*lines, wiring.share) for lines in lists)
 
 
@@ -113,28 +114,43 @@ class _Wiring:
         self.share = Instruction(Kind.SHARE_LOSS, peer=rank)
 
     def written(self, orders: Orders, *, training: bool = True) -> list[tuple[Instruction, ...]]:
-        """The instructions of every rank; `orders` have the head, not the embeddings."""
+        """The instructions of every rank for orders without embeddings; in training with the
+        head."""
+        short, rounds = shortened(orders)
+        lists = self._written(short, rounds, training=training)
+        if lists is None:  # it has no steady state
+            lists = self._written(orders, 0, training=training)
+        assert lists is not None
+        return lists
+
+    def _written(
+        self, orders: Orders, rounds: int, *, training: bool
+    ) -> list[tuple[Instruction, ...]] | None:
+        """The instructions of orders with so many rounds more, or None; see `lists`."""
         placement, links, spread = self._placement, self._links, self._spread
         if spread is None:
             walk = walked(placement, orders, links)
-            return InstructionNames(self._names).lists(walk, self._untrained)
+            return InstructionNames(self._names).lists(walk, self._untrained, rounds)
         embedded = [(item.value, placement[item.stage]) for item in spread.lookups]
         head = (spread.head.value, placement[spread.head.stage]) if spread.head else ("", NOWHERE)
-        walk = whole_walk(placement, orders, links, _layers(spread, training=training))
-        return InstructionNames(self._names, embedded, head).lists(walk, self._untrained)
+        basis = None
+        if spread.head is not None and not training:
+            basis = walked(placement, orders, links)
+            orders = self._with_head(orders, basis, spread.head.stage)
+        layers = _layers(spread, training=training)
+        walk = whole_walk(placement, orders, links, layers, basis)
+        names = InstructionNames(self._names, embedded, head)
+        return names.lists(walk, self._untrained, rounds)
 
-    def with_head(self, orders: Orders) -> Orders:
+    def _with_head(self, orders: Orders, walk: OrderWalk, source: int) -> Orders:
         """Forwards alone, with what every rank computes of the head behind that of its stage."""
-        spread = self._spread
-        if spread is None or spread.head is None:
-            return orders
-        exact = len(_layers(spread, training=False).exchanges) > 1
-        walk = walked(self._placement, orders, self._links)
+        assert self._spread is not None
+        exact = len(_layers(self._spread, training=False).exchanges) > 1
         moments: list[Moment] = [
             (span[1], Action(kind, NOWHERE, action.microbatch))
             for order, spans in zip(orders, walk.spans, strict=True)
             for action, span in zip(order, spans, strict=True)
-            if action.stage == spread.head.stage
+            if action.stage == source
             for kind in ((Kind.S, Kind.NORMALIZE) if exact else (Kind.S,))
         ]
         return inserted(orders, walk.spans, moments)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from parcompiler.errors import PlanError
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
+from parcompiler.schedules.rounds import loops_of_actions, rounds_to_spare
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import waiting
 from parcompiler.schedules.vocabulary import spread
@@ -88,17 +89,35 @@ def _planned(
     return schedule
 
 
+def _as_held(
+    name: str | None,
+    orders: tuple[str, ...] | None,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int,
+    method: str | None,
+) -> Schedule:
+    """A schedule that holds as much as that: of fewer micro-batches, where it has a loop."""
+    rounds = rounds_to_spare(ranks, microbatches) if orders is None else 0
+    if rounds:
+        less = microbatches - rounds * ranks
+        few = _planned(name, orders, ranks, less, virtual_stages, method)
+        if loops_of_actions(few.orders) is not None:
+            return few
+    return _planned(name, orders, ranks, microbatches, virtual_stages, method)
+
+
 @lru_cache(maxsize=256)
 def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Uncached body of `held`."""
-    schedule = _planned(*known)
+    schedule = _as_held(*known)
     return tuple(map(schedule.held, range(schedule.ranks)))
 
 
 @lru_cache(maxsize=256)
 def _left(*known: *Identity) -> int:
     """Uncached body of `left`."""
-    schedule = _planned(*known)
+    schedule = _as_held(*known)
     return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
 
 

@@ -26,6 +26,7 @@ from functools import lru_cache
 from parcompiler.errors import InputError
 from parcompiler.instruction import HEAD, Kind
 from parcompiler.schedules.action import Action
+from parcompiler.schedules.rounds import lengthened, shortened
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.vocabulary_interlaced import interlaced
 from parcompiler.schedules.vocabulary_one_f_one_b import one_f_one_b
@@ -81,6 +82,13 @@ def _orders(schedule: Schedule, method: str) -> Sequence[Sequence[Action]]:
         list(delay(order, k * schedule.placement.count(r)))
         for r, order in enumerate(schedule.orders)
     ]
+    few, rounds = shortened(delayed)
+    if rounds:
+        some = slots(method, m - rounds * ranks, together=alone)
+        walk = SlotWalk(schedule.placement, few, method, some)
+        longer = lengthened(walk.orders(), walk.moments, rounds)
+        if longer is not None:
+            return longer
     return SlotWalk(schedule.placement, delayed, method, slots(method, m, together=alone)).orders()
 
 

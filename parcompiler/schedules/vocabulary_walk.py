@@ -71,6 +71,7 @@ class SlotWalk:
         self.source = placement[-1]
         self.left = [list(reversed(order)) for order in orders]  # the next is at the end
         self.written: list[list[Action]] = [[] for _ in orders]
+        self.moments: list[list[int]] = [[] for _ in orders]  # when each of these begins
         self.slots = [slot[k:] for slot in groups for k in range(len(slot))]  # what is left of it
         self.issued = [0] * len(orders)  # of each rank, how many of `slots` it has begun
         self.leader = 0  # the most of these
@@ -90,6 +91,7 @@ class SlotWalk:
                     self.idle.discard(rank)
                     self.stuck = False
                     self.written[rank].append(action)
+                    self.moments[rank].append(now)
                     heapq.heappush(running, (now + _UNITS.get(action.kind, 2), rank, action))
             if not running:
                 if self.stuck and not self._pull():

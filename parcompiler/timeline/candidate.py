@@ -22,6 +22,7 @@ from itertools import starmap
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Kind
 from parcompiler.schedules.action import Orders
+from parcompiler.schedules.rounds import rounds_to_spare
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.timeline.collectives import KIND_OF, Collective, SharedLayers
 from parcompiler.timeline.costs import Message, StageCost, VocabularyCost
@@ -30,9 +31,6 @@ from parcompiler.timeline.memory import MemoryUse
 from parcompiler.timeline.order import OrderTasks, OrderWalk, Send, StageLink
 from parcompiler.timeline.run import INFINITY, Moments, run
 from parcompiler.timeline.steady import StepPart
-
-ROUNDS = 6  # of one micro-batch for each rank, in which a steady state is looked for
-MANY = 2  # times as many micro-batches are worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,8 @@ def step_time(
 def _few(at: Schedules, microbatches: int) -> int | None:
     """So few micro-batches as tell the step of so many; None where these are not many."""
     ranks = at(1).ranks
-    few = ROUNDS * ranks + microbatches % ranks
-    return few if MANY * few <= microbatches else None
+    rounds = rounds_to_spare(ranks, microbatches)
+    return microbatches - rounds * ranks if rounds else None
 
 
 @dataclass(frozen=True)

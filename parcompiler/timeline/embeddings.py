@@ -32,38 +32,38 @@ def whole_walk(
     orders: Sequence[Sequence[Action]],
     links: Sequence[StageLink],
     layers: SharedLayers | None = None,
+    basis: OrderWalk | None = None,
 ) -> OrderWalk:
     """A walk through orders that have the head of `layers`, not the embeddings."""
-    if layers is not None:
-        orders = with_embeddings(placement, orders, links, layers)
-    return walked(placement, orders, links, layers)
+    if layers is not None and layers.users:
+        basis = walked(placement, orders, links, replace(layers, users=()), basis)
+        orders = with_embeddings(placement, orders, basis.spans, layers)
+    return walked(placement, orders, links, layers, basis)
 
 
 def with_embeddings(
     placement: Sequence[int],
     orders: Sequence[Sequence[Action]],
-    links: Sequence[StageLink],
+    found: Sequence[Sequence[Span]],
     layers: SharedLayers,
 ) -> Sequence[Sequence[Action]]:
-    """The orders with EMBED, and EMBED_BACKWARD in training, on every rank."""
-    if not layers.users:
-        return orders
-    walk = walked(placement, orders, links, replace(layers, users=()))
+    """The orders with EMBED, and EMBED_BACKWARD in training, on every rank, by when actions begin
+    and end without these."""
     spans = {
         action: span
-        for order, found in zip(orders, walk.spans, strict=True)
-        for action, span in zip(order, found, strict=True)
+        for order, own in zip(orders, found, strict=True)
+        for action, span in zip(order, own, strict=True)
         if action.stage != NOWHERE
     }
     lookups = sorted(_lookups(layers.users, spans), key=lambda item: item[0])
     if layers.source is None:
         gradients = _gradients(layers.users, spans)
-        return inserted(orders, walk.spans, sorted([*lookups, *gradients], key=lambda m: m[0]))
-    front, first = _in_front(orders, walk.spans, lookups)
+        return inserted(orders, found, sorted([*lookups, *gradients], key=lambda m: m[0]))
+    front, first = _in_front(orders, found, lookups)
     behind, tail = _behind(placement, orders, layers)
     return [
-        [*_anchored(order, found, front, first, behind), *tail]
-        for order, found in zip(orders, walk.spans, strict=True)
+        [*_anchored(order, own, front, first, behind), *tail]
+        for order, own in zip(orders, found, strict=True)
     ]
 
 

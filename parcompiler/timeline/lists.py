@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -35,20 +35,32 @@ class InstructionNames:
         return Instruction(kind, stage=None if j == NOWHERE else j, microbatch=i)
 
     def lists(
-        self, walk: OrderWalk, untrained: AbstractSet[int] = frozenset()
-    ) -> list[tuple[Instruction, ...]]:
+        self, walk: OrderWalk, untrained: AbstractSet[int] = frozenset(), rounds: int = 0
+    ) -> list[tuple[Instruction, ...]] | None:
         """The instructions of every rank, without backwards of the `untrained` stages: these would
-        compute, send and receive nothing."""
+        compute, send and receive nothing. With `rounds` more than the walk has; None where it does
+        not say these."""
+        if not rounds:
+            (whole,) = walk.parts()
+            return [tuple(self._lines(steps, untrained)) for steps in whole]
+        if walk.steady is None:
+            return None
+        end, pace = walk.steady
         return [
             tuple(
-                line
-                for line in map(self.line, steps)
-                if line.kind is Kind.FORWARD
-                or line.kind not in COMPUTE
-                or line.stage not in untrained
+                _lengthened(
+                    [[*self._lines(steps, untrained)] for steps in parts], rounds, len(walk.codes)
+                )
             )
-            for steps in walk.steps()
+            for parts in zip(*walk.parts(end - pace, end), strict=True)
         ]
+
+    def _lines(self, steps: Iterable[Step], untrained: AbstractSet[int]) -> Iterator[Instruction]:
+        """The instructions of some steps."""
+        for line in map(self.line, steps):
+            kind = line.kind
+            if kind is Kind.FORWARD or kind not in COMPUTE or line.stage not in untrained:
+                yield line
 
     def _collective(self, meeting: Collective) -> Instruction:
         """The instruction of a collective."""
@@ -60,3 +72,23 @@ class InstructionNames:
         kind = Kind.BROADCAST if what in ("x", "e.grad") else Kind.REDUCE
         grads = bool(gradient)
         return Instruction(kind, value=value, gradient=grads, microbatch=i, peer=peer)
+
+
+def _lengthened(
+    parts: Sequence[Sequence[Instruction]], rounds: int, period: int
+) -> Iterator[Instruction]:
+    """A list with as many rounds more: `parts` are what stands before its last round of a period of
+    micro-batches, that round, and what stands behind it."""
+    before, last, behind = parts
+    yield from before
+    for k in range(rounds + 1):
+        yield from _later(last, k * period)
+    yield from _later(behind, rounds * period)
+
+
+def _later(lines: Iterable[Instruction], more: int) -> Iterator[Instruction]:
+    """The lines for micro-batches that come so many later."""
+    for line in lines:
+        assert line.microbatch is not None
+        i = line.microbatch + more
+        yield Instruction(line.kind, line.stage, i, line.value, line.gradient, line.peer)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from parcompiler.instruction import BACKWARDS, EMBEDDING, HEAD, Kind
 from parcompiler.schedules.action import Action
+from parcompiler.schedules.rounds import loops_of
 from parcompiler.timeline.collectives import Collective, SharedLayers, needs, placed, rows_of
 from parcompiler.timeline.memory import (
     NUMBER,
@@ -31,7 +32,7 @@ from parcompiler.timeline.memory import (
     joined,
     task_arrays,
 )
-from parcompiler.timeline.run import START, Tasks, run
+from parcompiler.timeline.run import INFINITY, START, Tasks, run
 from parcompiler.timeline.steady import RepeatingOrder
 
 PLACE = {  # both backwards give what other stages wait for, so they share a place
@@ -197,10 +198,11 @@ def walked(
     orders: Sequence[Sequence[Action]],
     links: Sequence[StageLink],
     layers: SharedLayers | None = None,
+    basis: OrderWalk | None = None,
 ) -> OrderWalk:
     """A walk through the orders; `layers` are what all ranks have for the vocabulary."""
     microbatches = 1 + max((action.microbatch for own in orders for action in own), default=-1)
-    return OrderWalk(OrderTasks(placement, links, microbatches, layers), orders)
+    return OrderWalk(OrderTasks(placement, links, microbatches, layers), orders, basis)
 
 
 class OrderWalk:
@@ -214,11 +216,17 @@ class OrderWalk:
 
     A collective of all ranks is written on each as it comes to it, and holds none up. Ranks that
     wait for each other for ever (`stuck`: rank and position) are written as they stand: the
-    verifier says what is wrong. `spans` are when each action begins and ends.
+    verifier says what is wrong. `spans` are when each action begins and ends; `basis` is another
+    walk, by which some actions of these orders were placed.
     """
 
-    def __init__(self, pipeline: OrderTasks, orders: Sequence[Sequence[Action]]) -> None:
-        self.pipeline = pipeline
+    def __init__(
+        self,
+        pipeline: OrderTasks,
+        orders: Sequence[Sequence[Action]],
+        basis: OrderWalk | None = None,
+    ) -> None:
+        self.pipeline, self.basis = pipeline, basis
         layers = pipeline.layers
         self.items: Sequence[Sequence[Action | Collective]] = (
             orders if layers is None else placed(pipeline.placement, orders, layers)
@@ -241,6 +249,31 @@ class OrderWalk:
             free[self.codes[rank][k]] = []
             self.moments = run(replace(tasks, needs=free), self.codes, seconds)
             waiting = self.moments.stuck(self.codes)
+
+    @cached_property
+    def steady(self) -> tuple[float, float] | None:
+        """A moment in the loops of all ranks, collectives among them, and the seconds by which all
+        that is written from a round before it on comes later in orders of a round more."""
+        if self.stuck or (self.basis is not None and self.basis.steady is None):
+            return None
+        pipeline, begins = self.pipeline, self.moments.begins
+        numbers = [
+            [
+                pipeline.code(rank, x) if isinstance(x, Action) else pipeline.collective(x)
+                for x in own
+            ]
+            for rank, own in enumerate(self.items)
+        ]
+        loops = loops_of(numbers, pipeline.microbatches, pipeline.ranks)
+        if loops is None:
+            return None
+        first, end = 0.0, INFINITY
+        for own, loop in zip(numbers, loops, strict=True):
+            before = [self.written[x] for x in own[: loop.begin] if x < pipeline.size]
+            within = [begins[x] for x in own[loop.begin : loop.end] if x < pipeline.size]
+            first, end = max([first, *before[-1:]]), min([end, *within[-1:]])
+        pace = self.repeating.pace(self.moments, end)
+        return (end, pace) if pace is not None and first < end - pace else None
 
     @cached_property
     def repeating(self) -> RepeatingOrder:
@@ -398,8 +431,8 @@ class OrderWalk:
                 else:
                     yield rank, at, item
 
-    def steps(self) -> list[list[Step]]:
-        """All that each rank does."""
+    def parts(self, *moments: float) -> list[list[list[Step]]]:
+        """All that each rank does, divided at some moments."""
         written = self.written
         finished = sorted(
             (written[code], rank, k)
@@ -410,7 +443,12 @@ class OrderWalk:
         left = [iter(own) for own in self.items]
         behind = [self._collectives(steps[rank], left[rank]) for rank in range(len(steps))]
         missing: dict[tuple[int, int], int] = {}
-        for _, rank, _ in finished:
+        parts, following = [steps], [INFINITY, *reversed(moments)]
+        for moment, rank, _ in finished:
+            while moment >= following[-1]:
+                following.pop()
+                steps = [[] for _ in self.codes]
+                parts.append(steps)
             action = behind[rank]
             assert action is not None
             steps[rank].append(action)
@@ -426,7 +464,7 @@ class OrderWalk:
                 steps[target].append(TransferEnd(number, gradient, source, i, leaves=False))
                 steps[source].append(TransferEnd(number, gradient, target, i, leaves=True))
             behind[rank] = self._collectives(steps[rank], left[rank])
-        return steps
+        return parts
 
     def _collectives(self, steps: list[Step], left: Iterator[Action | Collective]) -> Action | None:
         """Write the collectives that a rank comes to; the next action."""

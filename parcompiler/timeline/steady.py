@@ -25,6 +25,7 @@ from itertools import chain
 from operator import sub
 from typing import NamedTuple
 
+from parcompiler.schedules.rounds import RankLoop, loops_of
 from parcompiler.timeline.run import EXACT, INFINITY, Moments, Tasks, run
 
 
@@ -34,14 +35,6 @@ class StepPart(NamedTuple):
     moments: Moments
     begin: float
     end: float
-
-
-class RankLoop(NamedTuple):
-    """Where the loop of a rank begins and ends in its order, and the length of a round."""
-
-    begin: int
-    end: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ class RepeatingOrder:
             )
             cut = _Cut(self, moments, end)
             paces = cut.paces()
-            if paces is not None and max(paces) - min(paces) <= cut.rounding:
+            if paces is not None and cut.is_even(paces):
                 parts.append(StepPart(moments, begin, INFINITY))
                 return moments.last + rounds * max(paces), parts
             jump = min(rounds, cut.lasts(paces)) if paces is not None else 0
@@ -92,6 +85,15 @@ class RepeatingOrder:
                 begin = max(begin, *past[max(0, len(past) - cut.back - q) :][:1])
             rounds -= jump + moved
 
+    def pace(self, moments: Moments, moment: float) -> float | None:
+        """By how many seconds everything from a period before some moment in the loops comes later
+        in an order of a period more; None where it is not said."""
+        if self.loops is None:
+            return None
+        cut = _Cut(self, moments, moment)
+        paces = cut.paces()
+        return max(paces) if paces is not None and cut.is_even(paces) else None
+
     @cached_property
     def rows(self) -> list[int]:
         """The first number of every row of tasks and exchanges that there are."""
@@ -105,19 +107,7 @@ class RepeatingOrder:
     @cached_property
     def loops(self) -> list[RankLoop] | None:
         """The loop of each rank; None if one has none."""
-        m, q = self.microbatches, self.period
-        loops = []
-        for order in self.orders:
-            length = sum(m // 2 <= task % m < m // 2 + q for task in order)
-            low = high = (len(order) - length) // 2
-            while low > 0 and order[low - 1 + length] == order[low - 1] + q:
-                low -= 1
-            while high + length < len(order) and order[high + length] == order[high] + q:
-                high += 1
-            if not length or high - low < length:
-                return None
-            loops.append(RankLoop(low, high + length, length))
-        return loops
+        return loops_of(self.orders, self.microbatches, self.period)
 
     @cached_property
     def causes(self) -> list[list[tuple[int, int]]]:
@@ -205,6 +195,10 @@ class _Cut:
             if any(abs(shift - pace) > self.rounding for shift in shifts):
                 return None
         return paces
+
+    def is_even(self, paces: Sequence[float]) -> bool:
+        """Whether all rows have one pace, which lasts for ever."""
+        return max(paces) - min(paces) <= self.rounding
 
     def lasts(self, paces: Sequence[float]) -> int:
         """For how many periods these paces last: until another cause decides."""

@@ -1,0 +1,108 @@
+"""Loops of orders: rounds that differ in their micro-batches alone, so that few stand for many.
+
+many   F F F B │ F B │ F B │ F B │ F B │ B B B      a round has a micro-batch for each rank
+few    F F F B │ F B │ F B │ B B B
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import sub
+from typing import NamedTuple
+
+from parcompiler.instruction import Kind
+from parcompiler.schedules.action import Action
+
+ROUNDS = 6  # in which a steady state is looked for
+MANY = 2  # times as many micro-batches are worth it
+
+
+class RankLoop(NamedTuple):
+    """Where the loop of a rank begins and ends in its order, and the length of a round."""
+
+    begin: int
+    end: int
+    length: int
+
+
+def loops_of(orders: Sequence[Sequence[int]], m: int, period: int) -> list[RankLoop] | None:
+    """The loop of each rank in orders of tasks row · m + i; None if one has none."""
+    loops = []
+    for order in orders:
+        length = sum(m // 2 <= task % m < m // 2 + period for task in order)
+        low = high = (len(order) - length) // 2
+        while low > 0 and order[low - 1 + length] == order[low - 1] + period:
+            low -= 1
+        while high + length < len(order) and order[high + length] == order[high] + period:
+            high += 1
+        if not length or high - low < length:
+            return None
+        loops.append(RankLoop(low, high + length, length))
+    return loops
+
+
+def loops_of_actions(orders: Sequence[Sequence[Action]]) -> list[RankLoop] | None:
+    """The loop of each rank; None if one has none."""
+    m = 1 + max((action.microbatch for own in orders for action in own), default=-1)
+    rows: dict[tuple[Kind, int], int] = {}
+    codes = [[rows.setdefault((kind, j), len(rows)) * m + i for kind, j, i in o] for o in orders]
+    return loops_of(codes, m, len(orders))
+
+
+def rounds_to_spare(ranks: int, microbatches: int) -> int:
+    """How many rounds are more than a steady state is looked for in; 0 where these are few.
+
+    >>> rounds_to_spare(4, 48), rounds_to_spare(4, 46)
+    (6, 0)
+    """
+    more = microbatches // ranks - ROUNDS
+    return more if more > 0 and MANY * (microbatches - more * ranks) <= microbatches else 0
+
+
+def shortened(orders: Sequence[Sequence[Action]]) -> tuple[Sequence[Sequence[Action]], int]:
+    """The orders without the rounds that they can spare, and how many these are."""
+    m = 1 + max((action.microbatch for own in orders for action in own), default=-1)
+    rounds = rounds_to_spare(len(orders), m)
+    loops = loops_of_actions(orders) if rounds else None
+    if loops is None:
+        return orders, 0
+    rounds = min(rounds, *((loop.end - loop.begin) // loop.length - ROUNDS for loop in loops))
+    if rounds <= 0:
+        return orders, 0
+    return [
+        [*order[: end - rounds * length], *_later(order[end:], -rounds * len(orders))]
+        for order, (_, end, length) in zip(orders, loops, strict=True)
+    ], rounds
+
+
+def lengthened(
+    orders: Sequence[Sequence[Action]], moments: Sequence[Sequence[int]], rounds: int
+) -> list[list[Action]] | None:
+    """The orders that a walk writes where it has as many rounds more. It begins each action at a
+    moment; None unless all of two rounds in all loops comes equally later than the round before."""
+    loops = loops_of_actions(orders)
+    if loops is None:
+        return None
+    end = min(own[loop.end - 1] for own, loop in zip(moments, loops, strict=True))
+    shifts = set[int]()
+    for own, (begin, _, length) in zip(moments, loops, strict=True):
+        last = bisect_left(own, end)
+        first = last - 2 * length
+        if first - length < begin:
+            return None
+        shifts.update(map(sub, own[first:last], own[first - length : last - length]))
+    if len(shifts) > 1:
+        return None
+    q, longer = len(orders), list[list[Action]]()
+    for order, (_, stop, length) in zip(orders, loops, strict=True):
+        again = (_later(order[stop - length : stop], k * q) for k in range(1, rounds + 1))
+        rest = _later(order[stop:], rounds * q)
+        longer.append([*order[:stop], *chain.from_iterable(again), *rest])
+    return longer
+
+
+def _later(actions: Iterable[Action], more: int) -> Iterator[Action]:
+    """The actions for micro-batches that come so many later."""
+    return (Action(kind, j, i + more) for kind, j, i in actions)
