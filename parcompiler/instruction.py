@@ -57,6 +57,8 @@ class Kind(StrEnum):
     UNSHARD = "UNSHARD"  # stage, mb, ranks: start making its parameters whole, of their rows
     RESHARD = "RESHARD"  # stage, mb: keep this data rank's rows of them alone
 
+    __hash__ = str.__hash__  # that of Enum is slow, and lists have many kinds
+
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS  # of stages

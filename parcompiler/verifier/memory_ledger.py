@@ -26,9 +26,10 @@ are is no part of the proof.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from parcompiler.errors import InputError
@@ -58,10 +59,10 @@ class MemoryLimits:
 class MemoryLedger:
     """Bytes taken and freed on a rank, by the place of the instruction that does so."""
 
-    arriving: Counter[int] = field(default_factory=Counter)  # bytes of messages
-    leaving: Counter[int] = field(default_factory=Counter)
-    begins: Counter[int] = field(default_factory=Counter)  # bytes of activations and gradients
-    ends: Counter[int] = field(default_factory=Counter)
+    arriving: dict[int, int] = field(default_factory=partial(defaultdict, int))  # of messages
+    leaving: dict[int, int] = field(default_factory=partial(defaultdict, int))
+    begins: dict[int, int] = field(default_factory=partial(defaultdict, int))  # of activations and
+    ends: dict[int, int] = field(default_factory=partial(defaultdict, int))  # gradients
     gradients: dict[int, int] = field(default_factory=dict)  # of parameters, made at a place
     # Place, stage, and whether a micro-batch begins (1) or ends (-1) there.
     in_flight: list[tuple[int, int, int]] = field(default_factory=list)
@@ -182,23 +183,26 @@ def _arrive(
     ledgers: Sequence[MemoryLedger], rank: int, places: Places, uses: Sequence[Places], nbytes: int
 ) -> None:
     """Enter the messages that a rank receives at `places`, each until the last of its uses."""
+    arriving, leaving = ledgers[rank].arriving, ledgers[rank].leaving
     for i, place in places.items():
-        ledgers[rank].arriving[place] += nbytes
-        last = max((use[i] for use in uses if i in use), default=None)
+        arriving[place] += nbytes
+        last = max([use[i] for use in uses if i in use], default=None)
         if last is not None:
-            ledgers[rank].leaving[last] += nbytes
+            leaving[last] += nbytes
 
 
 def _moments(ledger: MemoryLedger) -> Iterator[Moment]:
     """The memory of a rank wherever it changes, the begin included."""
     activations = messages = 0
     yield Moment(0, 0, 0)
+    arriving, leaving = ledger.arriving.get, ledger.leaving.get
+    begins, ends = ledger.begins.get, ledger.ends.get
     for place in sorted({*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}):
-        messages += ledger.arriving[place]
-        activations += ledger.begins[place]
+        messages += arriving(place, 0)
+        activations += begins(place, 0)
         yield Moment(place, activations, messages)
-        messages -= ledger.leaving[place]
-        activations += ledger.ends[place]
+        messages -= leaving(place, 0)
+        activations += ends(place, 0)
 
 
 def _late(step: StepIndex, rank: int, early: int, memory: MemoryLimits) -> Iterator[Fault]:

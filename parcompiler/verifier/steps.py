@@ -92,6 +92,23 @@ class Channel:
     receives: ChannelEnd = field(default_factory=ChannelEnd)
 
 
+class Malformed(NamedTuple):
+    """What is wrong with an instruction, and the rule that says so."""
+
+    rule: str
+    problem: str
+
+
+class LinePlace(NamedTuple):
+    """Where instructions of a form are remembered: their positions by micro-batch (or all as one,
+    `by` another key), the labels of messages, and positions in order."""
+
+    places: dict[Any, int] | None = None
+    by: int | str | None = None
+    labels: list[Label] | None = None
+    positions: list[int] | None = None
+
+
 class StepIndex:
     """Where everything stands that is well formed."""
 
@@ -133,17 +150,39 @@ class StepIndex:
         return self.parts[rank].get(part, {})
 
     def _read(self, rank: int, lines: Iterable[Instruction]) -> None:
-        """Sort the instructions of a rank."""
+        """Sort the instructions of a rank. Those that differ in their micro-batch alone go to one
+        place, or are malformed alike."""
+        forms: dict[tuple[object, ...], LinePlace | Malformed] = {}
         for position, line in enumerate(lines):
-            rule, problem = FORM, next(self._problems(rank, line), None)
-            if line.kind is Kind.UPDATE and not self.asynchronous:
-                rule, problem = UPDATED, "an evaluation changes none"
-                if self.training:
-                    problem = "they change after the step, which is synchronous"
-            if problem is None:
-                self._place(rank, position, line)
-            else:
-                self.faults.append(Fault(rule, f"rank {rank}: {line}: {problem}"))
+            i = line.microbatch
+            there = None if i is None else i in self.microbatches
+            key = (line.kind, line.stage, line.value, line.gradient, line.peer, line.ranks, there)
+            form = forms.get(key)
+            if form is None:
+                form = forms[key] = self._malformed(rank, line) or self._place(rank, line)
+            if isinstance(form, Malformed):
+                fault = Fault(form.rule, f"rank {rank}: {line}: {form.problem}")
+                self.faults.append(fault)
+                continue
+            places, by, labels, positions = form
+            if labels is not None:
+                labels.append((line.value or "", line.gradient, i or 0))
+            if positions is not None:
+                positions.append(position)
+            if places is not None:
+                own = i if by is None else by
+                if own in places:
+                    self._repeated[rank, line] += 1
+                else:
+                    places[own] = position
+
+    def _malformed(self, rank: int, line: Instruction) -> Malformed | None:
+        """What is wrong with an instruction by itself, whatever its micro-batch is."""
+        if line.kind is Kind.UPDATE and not self.asynchronous:
+            after = "they change after the step, which is synchronous"
+            return Malformed(UPDATED, after if self.training else "an evaluation changes none")
+        problem = next(self._problems(rank, line), None)
+        return None if problem is None else Malformed(FORM, problem)
 
     def _either(self, part: Kind, j: int) -> Places:
         """Where stage `j` goes back through each micro-batch: whole, or with a part of it. A stage
@@ -206,39 +245,28 @@ class StepIndex:
             count = len(self.microbatches)
             yield f"there is no such micro-batch (micro-batches: {_span(count)})"
 
-    def _place(self, rank: int, position: int, line: Instruction) -> None:
-        """Remember where a well-formed instruction stands, the first time that it does."""
-        kind, i, j, name = line.kind, line.microbatch, line.stage or 0, line.value or ""
-        places: dict[Any, int]
-        key: Any = i
+    def _place(self, rank: int, line: Instruction) -> LinePlace:
+        """Where it is remembered that instructions like this one stand, the first time they do."""
+        kind, j, name = line.kind, line.stage or 0, line.value or ""
         if kind in SHARDING:
-            self.sharding[j].append(position)
-            return
+            return LinePlace(positions=self.sharding[j])
         if kind in STAGED:
-            places = self.computed[kind, j]
-        elif kind in MESSAGES:
+            return LinePlace(self.computed[kind, j])
+        if kind in MESSAGES:
             assert line.peer is not None
-            assert i is not None
             sends = kind is Kind.SEND
             way = (rank, line.peer) if sends else (line.peer, rank)
             places = (self.sent if sends else self.received)[*way, name, line.gradient]
             channel = self.channels[way]
             end = channel.sends if sends else channel.receives
-            end.labels.append((name, line.gradient, i))
-            end.positions.append(position)
-        elif kind in VOCABULARY:
-            places = self.parts[rank].setdefault(Phase(kind, name, line.gradient), {})
-        elif kind is Kind.REDUCE_GRADIENTS and i is not None:
-            places = self.scatters[rank].setdefault(name, {})
-        elif kind is Kind.SHARE_LOSS:
-            places, key = self._shares, rank
-        else:
-            own = self.gathers if kind in BEHIND else self.reductions
-            places, key = own[rank], name
-        if key in places:
-            self._repeated[rank, line] += 1
-        else:
-            places[key] = position
+            return LinePlace(places, None, end.labels, end.positions)
+        if kind in VOCABULARY:
+            return LinePlace(self.parts[rank].setdefault(Phase(kind, name, line.gradient), {}))
+        if kind is Kind.REDUCE_GRADIENTS and line.microbatch is not None:
+            return LinePlace(self.scatters[rank].setdefault(name, {}))
+        if kind is Kind.SHARE_LOSS:
+            return LinePlace(self._shares, rank)
+        return LinePlace((self.gathers if kind in BEHIND else self.reductions)[rank], name)
 
 
 def behind(lowered: Lowered) -> Kind | None:
