@@ -273,7 +273,8 @@ def _check_order(mesh: Mesh, options: Options) -> None:
         schedule = wanted
     elif wanted in SCHEDULES:
         virtual_stages = stages_per_rank(wanted, options.virtual_stages)
-        schedule = build(wanted, ranks, options.microbatches, virtual_stages)
+        least = min(1, options.microbatches)  # as many as there are may be thousands
+        schedule = build(wanted, ranks, least, virtual_stages)
     else:
         return
     _check_updates(mesh, schedule)

@@ -41,7 +41,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem
-from parcompiler.schedules.planned import outline, planned
+from parcompiler.schedules.planned import outline, shorter
 from parcompiler.timeline import StageCost
 
 FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what makes gradients of parameters final
@@ -322,7 +322,7 @@ def _behind(
     priced = problem.at_zero("auto").under(plan).on(rank)
     backward = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
     own = {j: made[j] for j, choice in enumerate(plan.stages) if choice.rank == rank}
-    order, left, later = planned(plan).orders[rank], 0.0, 0.0
+    order, left, later = shorter(plan).orders[rank], 0.0, 0.0
     if order[-1].kind is Kind.BACKWARD:  # which the stages before it are waiting for
         later = sum(cost.backward - cost.weight for cost in stages[: order[-1].stage])
     ends: list[tuple[float, int]] = []  # of the last backward of each stage, with the bytes made

@@ -40,6 +40,12 @@ def outline(plan: Plan) -> Schedule:
     return trunk(plan)
 
 
+def shorter(plan: Plan) -> Schedule:
+    """The schedule of fewer micro-batches, where each rank has a loop: it begins and ends, and
+    holds as much, as that of the plan; else the plan's."""
+    return _shorter(*identity(plan))
+
+
 def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Micro-batches that the stages of each rank keep activations of."""
     return _held(*identity(plan))
@@ -89,7 +95,8 @@ def _planned(
     return schedule
 
 
-def _as_held(
+@lru_cache(maxsize=256)
+def _shorter(
     name: str | None,
     orders: tuple[str, ...] | None,
     ranks: int,
@@ -97,7 +104,7 @@ def _as_held(
     virtual_stages: int,
     method: str | None,
 ) -> Schedule:
-    """A schedule that holds as much as that: of fewer micro-batches, where it has a loop."""
+    """Uncached body of `shorter`."""
     rounds = rounds_to_spare(ranks, microbatches) if orders is None else 0
     if rounds:
         less = microbatches - rounds * ranks
@@ -110,14 +117,14 @@ def _as_held(
 @lru_cache(maxsize=256)
 def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Uncached body of `held`."""
-    schedule = _as_held(*known)
+    schedule = _shorter(*known)
     return tuple(map(schedule.held, range(schedule.ranks)))
 
 
 @lru_cache(maxsize=256)
 def _left(*known: *Identity) -> int:
     """Uncached body of `left`."""
-    schedule = _as_held(*known)
+    schedule = _shorter(*known)
     return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
 
 
