@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,11 +101,11 @@ def flow(
             if found is None:
                 raise
             captured, problem, plan = found
-        with steps("lower"):
+        with steps("lower"), _without_collector():
             rank_problem = local(problem, plan)
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
             check_lowered(lowered)
-        with steps("verify"):
+        with steps("verify"), _without_collector():
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
             vocabulary_costs = vocabulary_cost(rank_problem, plan)
             limits = MemoryLimits(
@@ -112,6 +113,19 @@ def flow(
             )
             verify(lowered, limits)
     return Program(captured, problem, plan, lowered, source, criterion)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let Python's collector of cycles wait: lists of instructions have none, and with each quarter
+    of a million lines it would go through the graph of the model and all else that there is."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _in_parts(

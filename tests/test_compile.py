@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -35,6 +36,19 @@ def program() -> pc.Program:
 def small(memory: int) -> pc.Device:
     """The CPU of the catalogue with so many bytes of memory."""
     return dataclasses.replace(device("cpu"), name="small", memory=memory)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_of_cycles_is_as_it_was_behind_a_compile(
+    program: pc.Program, is_on: bool
+) -> None:
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        pc.compile(program, pc.Mesh(pipeline=2), microbatches=4, schedule="1f1b")
+        assert gc.isenabled() is is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 # Options

@@ -39,6 +39,7 @@ from parcompiler.schedules.action import NOWHERE
 Lines = tuple[Instruction, ...]
 FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what adds to gradients of parameters
 EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # what adds to gradients of rows of the vocabulary
+ADDS = frozenset((*FINAL, *EVERYWHERE))
 
 
 def buckets(
@@ -108,14 +109,14 @@ def _placed(rank: int, lines: Lines, found: Sequence[Bucket], each: bool) -> Ite
             for (stage, i), place in ends.items():
                 if stage == bucket.stage:
                     behind[place].append(replace(whole, microbatch=i))
-    due: list[Instruction] = []
-    for place, line in enumerate(lines):
-        if line.kind not in MESSAGES:
-            yield from due
-            due.clear()
-        yield line
-        due += behind.get(place, ())
-    yield from due
+    begin = 0
+    for place in sorted(behind):
+        after = range(place + 1, len(lines))
+        end = next((k for k in after if lines[k].kind not in MESSAGES), len(lines))
+        yield from lines[begin:end]
+        yield from behind[place]
+        begin = end
+    yield from lines[begin:]
 
 
 def _last(lines: Lines) -> dict[int, int]:
@@ -126,7 +127,7 @@ def _last(lines: Lines) -> dict[int, int]:
 
 def _adds(line: Instruction) -> bool:
     """Whether an instruction adds to gradients of parameters for good."""
-    return line.kind in FINAL or line.kind in EVERYWHERE
+    return line.kind in ADDS
 
 
 def _home(line: Instruction) -> int:

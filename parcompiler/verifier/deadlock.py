@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from parcompiler.instruction import Kind
@@ -79,7 +80,7 @@ class _Execution:
         self._read_vocabulary()
         self._read_collectives()
         for halts in self.halts:
-            halts.sort(key=lambda halt: halt.position)  # those of an instruction stay in order
+            halts.sort(key=itemgetter(0))  # by position; those of an instruction stay in order
         self.reached = [0] * len(self.counters)
         self.at = [0] * len(self.halts)  # of each rank, the halt that it has come to
         self.asleep: dict[int, list[int]] = defaultdict(list)  # by counter

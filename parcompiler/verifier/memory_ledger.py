@@ -101,7 +101,7 @@ def faults(step: StepIndex, memory: MemoryLimits) -> Iterator[Fault]:
     ledgers = _ledgers(step, memory.costs)
     _add_vocabulary(step, ledgers, memory.vocabulary.saved if memory.vocabulary else 0)
     for rank, ledger in enumerate(ledgers[:size]):
-        fullest = max(_moments(ledger), key=lambda moment: moment.total)
+        fullest = _fullest(ledger)
         if early[rank] + fullest.total > memory.limits[rank]:
             yield from _at_most(step, rank, ledger, early[rank], fullest, memory.limits[rank])
         elif step.training:
@@ -191,18 +191,21 @@ def _arrive(
             leaving[last] += nbytes
 
 
-def _moments(ledger: MemoryLedger) -> Iterator[Moment]:
-    """The memory of a rank wherever it changes, the begin included."""
-    activations = messages = 0
-    yield Moment(0, 0, 0)
+def _fullest(ledger: MemoryLedger) -> Moment:
+    """When a rank holds most, for the first time."""
     arriving, leaving = ledger.arriving.get, ledger.leaving.get
     begins, ends = ledger.begins.get, ledger.ends.get
+    activations = messages = 0
+    fullest, most = Moment(0, 0, 0), 0
     for place in sorted({*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}):
         messages += arriving(place, 0)
         activations += begins(place, 0)
-        yield Moment(place, activations, messages)
+        if activations + messages > most:
+            fullest = Moment(place, activations, messages)
+            most = fullest.total
         messages -= leaving(place, 0)
         activations += ends(place, 0)
+    return fullest
 
 
 def _late(step: StepIndex, rank: int, early: int, memory: MemoryLimits) -> Iterator[Fault]:
