@@ -16,7 +16,6 @@ from parcompiler.runtime.compiled.layers import (
     CompiledLayer,
     Surroundings,
     Template,
-    TracedLayer,
     find_extras,
 )
 from parcompiler.runtime.compiled.tracing import TensorForm
@@ -36,7 +35,7 @@ class CompiledBlock:
         template = Template("measured", layer, *forms, around)
         with FakeTensorMode(allow_non_fake_inputs=True), around.active():
             find_extras(template, [form.empty(block.device) for form in forms[0]], own)
-        template.function = build.compiled(TracedLayer(template), training=True)
+        template.function = build.compiled(template)
         call.templates.append(template)
 
     def forward(self) -> Any:

@@ -2,6 +2,7 @@
 
     at the start           the program, and the scripts and weights of the exported folder
     before a call          training or evaluation, the number of micro-batches, digests of batches
+    before the first call  the order of what compiled layers exchange
     after every loading    the weights that several ranks must have alike:
         data ranks             at the same pipeline and tensor coordinate: all tensors
         tensor ranks           of one group: the tensors of which each has the whole
@@ -17,6 +18,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -87,6 +89,27 @@ def digest_of_batch(microbatches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     """A number of 60 bits that equal micro-batches have in common, and others do not."""
     named = (entry for batch in microbatches for entry in batch.items())
     return combined((f"{n} {t.dtype} {tuple(t.shape)}", digest_of([t])) for n, t in named)
+
+
+def check_exchanges(program: RankProgram, calls: Sequence[str], channels: Channels) -> None:
+    """Raise LaunchError on every rank unless all ranks at each pipeline coordinate, which run the
+    same layers, exchange in the same order within these: `calls`. They would wait for each other
+    else. A collective of all ranks."""
+    grid = program.grid
+    ranks = channels.gather_numbers(combined((call, None) for call in calls))
+    firsts = [grid.rank(grid.coordinate(rank).pipeline) for rank in range(grid.size)]
+    others = [rank for rank, first in enumerate(firsts) if ranks[rank] != ranks[first]]
+    if not others:
+        return
+    pair = firsts[others[0]], others[0]
+    texts = channels.gather_texts(json.dumps([*calls] if program.rank in pair else []))
+    lists = zip_longest(*(json.loads(texts[rank]) for rank in pair), fillvalue="none")
+    one, other = next((a, b) for a, b in lists if a != b)
+    message = (
+        f"ranks {pair[0]} and {pair[1]} would exchange in different orders within compiled layers "
+        f"(rank {pair[0]}: {one}; rank {pair[1]}: {other}): run without compiled=True"
+    )
+    raise LaunchError(message)
 
 
 def difference_of_weights(

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from parcompiler.errors import LaunchError
+from parcompiler.runtime.agreement import check_exchanges
 from parcompiler.runtime.compiled.exchange import in_order
 from parcompiler.runtime.compiled.layers import (
     CompiledLayer,
@@ -46,8 +47,9 @@ class CompiledStages:
         for stage in interpreter.stages.values():
             stage.again = False  # a compiled layer knows it: its results of `again` are marked
         self._program, self._stages = interpreter.program, interpreter.stages
-        self._defers, channels = interpreter.defers, interpreter.channels
-        self._surroundings = Surroundings(channels.device, tuple(channels.axes.values()))
+        self._defers, self._channels = interpreter.defers, interpreter.channels
+        axes = tuple(self._channels.axes.values())
+        self._surroundings = Surroundings(self._channels.device, axes)
         held = interpreter.tensors
         tables = {held[name] for name in self._program.row_gradients if name in held}
         self._layers = {  # layers whose tables have gradients of rows run as they are
@@ -72,10 +74,18 @@ class CompiledStages:
                 finder.run(stage, self._layers[j], split=self._defers(j))
             templates = [*finder.templates.values()]
             build(templates, self._said(templates, begin))
+            check_exchanges(self._program, [*self._exchanges(training)], self._channels)
         finally:
             for module, mode in modes.items():
                 module.training = mode
         self.templates[training] = templates
+
+    def _exchanges(self, training: bool) -> Iterator[str]:
+        """The collectives of all layers, in the order of the stages and of their text."""
+        for layers in self._layers.values():
+            for template in (template for layer in layers for template in layer.templates):
+                if template.surroundings.training == training:
+                    yield from template.exchanges
 
     def _said(self, templates: Sequence[Template], begin: float) -> Callable[[int], None]:
         """Says on stderr of rank 0 how many templates are compiled: at the end, and on a terminal
@@ -125,22 +135,23 @@ def build(templates: Sequence[Template], say: Callable[[int], None]) -> None:
     for done, template in enumerate([*templates[start:], *templates[:start]], 1):
         with _alone(template):
             try:
-                traced = TracedLayer(template)
-                template.function = compiled(traced, template.surroundings.training)
+                template.function = compiled(template)
             except Exception as error:
                 refuse(template, error)
         say(done)
 
 
-def compiled(layer: TracedLayer, training: bool) -> Function:
-    """A function of tensors without data, and its backward, compiled."""
+def compiled(template: Template) -> Function:
+    """The function of a template and its backward, compiled; notes the exchanges in them."""
+    layer, training = TracedLayer(template), template.surroundings.training
     ignoring = warnings.catch_warnings(action="ignore")  # what torch says about itself
     with ignoring, _keys_of_all_processes(), torch.set_grad_enabled(training):
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imports for seconds
 
         def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-            in_order(graph.graph)
+            side = "backward" if options.get("is_backward") else "forward"
+            template.exchanges += [f"{template}, {side}: {call}" for call in in_order(graph.graph)]
             graph.recompile()
             return compile_fx_inner(graph, inputs, **options)
 

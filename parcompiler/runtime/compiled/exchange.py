@@ -104,11 +104,14 @@ class TracedAxis(Axis):
         return result
 
 
-def in_order(graph: fx.Graph) -> None:
-    """Let each exchange of a graph wait for the one before."""
+def in_order(graph: fx.Graph) -> list[str]:
+    """Let each exchange of a graph wait for the one before; their calls."""
     before: fx.Node | None = None
+    calls = []
     for node in graph.nodes:
         if node.target is torch.ops.parcompiler.exchange.default:
             node.args = (*node.args[:3], before)
             node.meta.pop("eager_input_vals", None)  # Inductor compares them with the arguments
             before = node
+            calls.append(str(node.args[1]))
+    return calls

@@ -66,7 +66,8 @@ class Template:
     """Layers that one compiled function computes; `layer` is the first of them.
 
     `arguments` and `tensors` are the forms of what the function is given, `extras` what else it
-    reads, `results` the forms of what it returns. `key` tells it from all others, in all processes.
+    reads, `results` the forms of what it returns, `exchanges` its collectives in their order. `key`
+    tells it from all others, in all processes.
     """
 
     key: str
@@ -79,6 +80,7 @@ class Template:
     single: bool = True  # whether the layer returns a tensor, not a tuple
     count: int = 0  # of layers
     function: Function | None = None
+    exchanges: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Its class and file, for people."""
