@@ -43,6 +43,7 @@ from parcompiler.capture.modes import in_modes
 from parcompiler.capture.patches import (
     ONE_THREAD,
     checkpoints_run_once,
+    data_detached,
     patched,
     quiet,
     sets_in_order,
@@ -188,7 +189,7 @@ def _export(
     first: Exception | None = None
     with (
         warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
-        checkpoints_run_once(),
+        checkpoints_run_once(), data_detached(),
         patched(torch.autograd.Function, apply=classmethod(traced)),
         patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
         Known() as known,

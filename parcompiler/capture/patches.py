@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch  # noqa: F401 (the doctest's)
+import torch
 from torch import nn
 from torch.overrides import (
     TorchFunctionMode,
@@ -96,6 +97,21 @@ def checkpoints_run_once() -> AbstractContextManager[None]:
         yield
 
     return patched(checkpoint, _checkpoint_without_reentrant_generator=wrapping)
+
+
+def data_detached() -> AbstractContextManager[None]:
+    """`tensor.data` in the model's code is `tensor.detach()`: a trace knows nothing of what it is
+    else, neither values that are read from it nor changes of a parameter in place."""
+    original: Any = torch._C.TensorBase.data
+    files = os.path.dirname(torch.__file__) + os.sep
+
+    def data(self: torch.Tensor) -> torch.Tensor:
+        """The tensor by itself."""
+        own = sys._getframe(1).f_code.co_filename.startswith(files)
+        found: torch.Tensor = original.__get__(self) if own else self.detach()
+        return found
+
+    return patched(torch.Tensor, data=property(data, original.__set__))
 
 
 class _Kind(type):
