@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
+import math
 import random
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.random_models import plain
+from tests.random_models.mixtures import mixture
 from tests.random_models.statements import TEMPLATES, Template
 
 LARGEST, MOST = 2000, 20.0  # elements of a value, and their size
@@ -78,6 +80,10 @@ class Statement:
     def reads(self) -> set[str]:
         """The variables in it that others have made."""
         return names_in(self.text) - {name for name in self.targets if name != "loss"}
+
+    def renamed(self, names: Mapping[str, str]) -> Statement:
+        """The statement where it reads other variables."""
+        return dataclasses.replace(self, text=renamed(self.text, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +163,13 @@ class Case:
 def names_in(text: str) -> set[str]:
     """The variables in a text, without attributes and names of arguments."""
     return set(re.findall(rf"(?<![\w.])(?:{VARIABLES})(?![\w\"])", text))
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text with other variables."""
+    for name, other in names.items():
+        text = re.sub(rf"(?<![\w.]){name}(?![\w\"])", other, text)
+    return text
 
 
 def used(bodies: Sequence[Body]) -> tuple[Body, ...]:
@@ -306,7 +319,7 @@ def _is_fine(value: object) -> bool:
 class _Draft:
     """What the drawing of a case has so far."""
 
-    def __init__(self, number: int, attempt: int) -> None:
+    def __init__(self, number: object, attempt: int) -> None:
         self.random = random.Random(f"{number} {attempt}")
         self.bodies: list[Body] = []
         self.space: dict[str, Any] = {}
@@ -378,7 +391,7 @@ def _drawn(draft: _Draft, number: int) -> Case | None:
         positional=chosen.random() < 0.3, evaluating=chosen.random() < 0.04,
         mesh={}, options=options, training={},
     )  # fmt: skip
-    return _with_options(case, chosen, language, mesh)
+    return _with_experts(_with_options(case, chosen, language, mesh), drawing.values)
 
 
 _DOUBLE = (("float64", None), ("float32", "fp64"))
@@ -584,6 +597,7 @@ SCHEDULES = {
     "auto": 3, "naive": 1, "gpipe": 2, "1f1b": 3, "interleaved": 2, "zb-h1": 2, "zb-h2": 1,
     "zb-v": 1.5, "v-half": 1, "v-min": 1, "search": 0.5, "pipedream": 2,
 }  # fmt: skip
+EXPERTS = 0.2  # of the cases have a mixture, where they can
 OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SGD", {"lr": 0.05}),
     ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
@@ -669,3 +683,74 @@ def _with_options(
     degrees = {axis: degree for axis, degree in degrees.items() if degree > 1}
     more = case.options | options
     return dataclasses.replace(case, mesh=degrees, options=more, training=training)
+
+
+def _with_experts(case: Case, values: dict[str, Any]) -> Case:
+    """The case with a mixture of stacked experts behind one of its statements, and expert ranks,
+    for some; with a chance of their own, so that all else stays as it is."""
+    draft = _Draft(f"stacks of {case.number}", 0)
+    chosen, degrees, options = draft.random, dict(case.mesh), dict(case.options)
+    statements = case.bodies[-1].statements
+    places = [
+        (k, name)
+        for k, statement in enumerate(statements)
+        for name in statement.targets
+        if _is_float(values.get(name)) and 2 <= values[name].dim() <= 4
+        and name in _needed(case.bodies[-1], k)
+    ]  # fmt: skip
+    if chosen.random() >= EXPERTS or not places or options["schedule"] == "pipedream":
+        return case
+    if not degrees.keys() & {"data", "context"}:
+        degrees["data"] = 2
+        if chosen.random() < 0.5:
+            options["zero"] = chosen.choice((1, 2, 3, "auto"))
+    replicas = degrees.get("data", 1) * degrees.get("context", 1)
+    if math.prod(degrees.values()) > 8:
+        return case
+    ranks = chosen.choice([n for n in range(2, replicas + 1) if replicas % n == 0])
+    size = ranks * chosen.choice((1, 2, 2, 3))
+    k, name = chosen.choice(places)
+    bodies = _mixed(case, draft, k, name, values[name].shape, size)
+    found = dataclasses.replace(
+        case, bodies=bodies, mesh=degrees | {"expert": ranks}, options=options
+    )
+    return case if eager(found) else found
+
+
+def _needed(model: Body, k: int) -> set[str]:
+    """The variables that the loss needs behind statement `k` of a model."""
+    needed = {"loss"} if "loss" in model.returns else names_in(model.returns)
+    for statement in reversed(model.statements[k + 1 :]):
+        if needed & set(statement.targets):
+            needed |= statement.reads
+    return needed
+
+
+def _mixed(
+    case: Case, draft: _Draft, k: int, name: str, shape: Sequence[int], size: int
+) -> tuple[Body, ...]:
+    """The bodies of a case where a mixture of `size` experts comes behind statement `k` of the
+    model; what follows reads its result in place of `name`."""
+    chosen, draft._next = draft.random, 900
+    exact = (case.dtype, case.options.get("precision")) in _DOUBLE
+    lines = mixture(chosen, f"x{draft.next()}", shape, size, exact, draft.next)
+    inner = tuple(Statement((line.target,), line.text, line.init, "experts") for line in lines)
+    mixed = Body(f"Mixture{draft.next()}", ("x901",), inner, lines[-1].target)
+    target, way = f"v{draft.next()}", chosen.random()
+    init, text = f"self.mixture = {mixed.name}()", f"{target} = self.mixture({name})"
+    if way < 0.25:
+        init = f"self.mixture = nn.ModuleList({mixed.name}() for _ in range(2))"
+        text = f"{target} = {name}\nfor layer in self.mixture:\n    {target} = layer({target})"
+    elif way < 0.28:
+        text = f"{target} = self.mixture(self.mixture({name}))"
+    elif way < 0.4 and not any("dropout" in line.text for line in lines):
+        call = f"torch.utils.checkpoint.checkpoint(self.mixture, {name}, use_reentrant=False)"
+        text = f"{target} = {call}"
+    model, names = case.bodies[-1], {name: target}
+    statements = (
+        *model.statements[: k + 1],
+        Statement((target,), text, (init,), "mixture"),
+        *(statement.renamed(names) for statement in model.statements[k + 1 :]),
+    )
+    model = Body(model.name, model.takes, statements, renamed(model.returns, names))
+    return (*case.bodies[:-1], mixed, model)

@@ -338,7 +338,7 @@ class _Drawn(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.worker, self.step = worker, 0
         self.made: list[dict[str, Any]] = []
-        self._zigzag = -1  # the dimension of which ranks draw a chunk from either end
+        self._split: tuple[Any, ...] = ()  # how what ranks draw makes a whole
 
     def __enter__(self) -> Any:
         """See how pieces are drawn that ranks have by themselves."""
@@ -355,10 +355,10 @@ class _Drawn(TorchDispatchMode):
     def _drawing_own(
         self, dim: int, sizes: Any = None, axis: str = "tensor", zigzag: bool = False
     ) -> Iterator[None]:
-        self._zigzag = dim if zigzag else -1
+        self._split = dim, sizes, zigzag
         with self._own(dim, sizes, axis, zigzag):
             yield
-        self._zigzag = -1
+        self._split = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator."""
@@ -366,7 +366,7 @@ class _Drawn(TorchDispatchMode):
         line = self.worker.flight.current
         if (name := _draw(func, args)) and line is not None and line.kind.value == "FORWARD":
             where = {"step": self.step, "stage": line.stage, "i": line.microbatch, "name": name}
-            where["zigzag"] = self._zigzag
+            where["split"] = self._split
             self.made.append(where | {"value": result.detach().clone().contiguous()})
         return result
 
@@ -647,7 +647,7 @@ def _assembled(ranks: list[dict[str, Any]]) -> Drawn:
             number = numbers[place, item["stage"]]
             numbers[place, item["stage"]] += 1
             line = places.setdefault(place, {}).setdefault((item["stage"], number), [])
-            line.append((rank["piece"], item["value"], item["zigzag"]))
+            line.append((rank["piece"], item["value"], item["split"]))
     return {
         place: [_in_order(sorted(lines[key], key=lambda item: item[0])) for key in sorted(lines)]
         for place, lines in places.items()
@@ -655,13 +655,22 @@ def _assembled(ranks: list[dict[str, Any]]) -> Drawn:
 
 
 def _in_order(line: list[tuple[Any, ...]]) -> list[Tensor]:
-    """The pieces of a line of ranks in the order of the whole: zigzag ones have a chunk from either
-    end of it."""
-    pieces, dim = [value for _, value, _ in line], line[0][2]
-    if dim < 0:
+    """The pieces of a line of ranks in the order of the whole: those of each segment of the
+    dimension by itself; zigzag ones have a chunk from either end of it."""
+    pieces, split, n = [value for _, value, _ in line], line[0][2], len(line)
+    if not split:
         return pieces
-    first, second = zip(*(value.chunk(2, dim) for value in pieces), strict=True)
-    return [torch.cat((*first, *reversed(second)), dim)]
+    dim, sizes, zigzag = split
+    if sizes is None:
+        sizes = (n * pieces[0].shape[dim],)
+    count = n * (1 + zigzag)  # of chunks of a segment; the longer ones come first
+    parts: dict[tuple[int, int], Tensor] = {}
+    for rank, value in enumerate(pieces):
+        own = (rank, count - 1 - rank)[: 1 + zigzag]
+        places = [(k, chunk) for k in range(len(sizes)) for chunk in own]
+        lengths = [sizes[k] // count + (chunk < sizes[k] % count) for k, chunk in places]
+        parts |= dict(zip(places, value.split(lengths, dim), strict=True))
+    return [torch.cat([parts[place] for place in sorted(parts)], dim)]
 
 
 def _different_draws(drawn: Drawn) -> Iterator[str]:

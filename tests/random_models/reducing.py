@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 
-from tests.random_models.generator import Body, Case, Statement, names_in, used
+from tests.random_models.generator import Body, Case, Statement, names_in, renamed, used
 
 MOST = 250  # candidates that are tried
 
@@ -108,8 +108,8 @@ def _without(body: Body, number: int) -> Iterator[Body]:
         yield _with(body, kept)
     for other in sorted(gone.reads - {"loss"}) if gone.targets != ("loss",) else ():
         names = dict.fromkeys(gone.targets, other)
-        later = [_renamed(s, names) for s in body.statements[number + 1 :]]
-        returns = _replaced(body.returns, names)
+        later = [s.renamed(names) for s in body.statements[number + 1 :]]
+        returns = renamed(body.returns, names)
         yield dataclasses.replace(
             body, statements=(*body.statements[:number], *later), returns=returns
         )
@@ -135,15 +135,3 @@ def _lost(rest: list[Statement], kept: list[Statement], gone: Statement) -> set[
     """The variables that are not made any more."""
     made = {name for s in kept for name in s.targets}
     return {name for s in (*rest, gone) for name in s.targets} - made
-
-
-def _renamed(statement: Statement, names: dict[str, str]) -> Statement:
-    """A statement that reads other variables."""
-    return dataclasses.replace(statement, text=_replaced(statement.text, names))
-
-
-def _replaced(text: str, names: dict[str, str]) -> str:
-    """A text with other variables."""
-    for name, other in names.items():
-        text = re.sub(rf"(?<![\w.]){name}(?![\w\"])", other, text)
-    return text

@@ -31,7 +31,7 @@ from tests.random_models.reducing import reduced
 from tests.random_models.running import Ranks, Verdict, ranks, run
 from tests.random_models.statements import TEMPLATES
 
-FEW = (2, 4, 6, 17, 26, 35, 59, 79, 88, 394)  # on two ranks at most, and together of most kinds
+FEW = (2, 4, 6, 17, 26, 35, 59, 79, 88, 238, 394)  # on two ranks at most, and together of most kinds
 MOST_REFUSED = 0.25
 REFUSED = {"tensor hook", "backward hook", "Python state"}  # by name, whatever else is in the model
 
@@ -159,6 +159,23 @@ def test_a_mistake_of_the_ranks_is_seen(
             torch.save(result, file)
         faults = plain.compared(case, tmp_path, size)
         assert any(words in fault for fault in faults), f"{mistake.__name__}: {faults}"
+
+
+@pytest.mark.parametrize(
+    ("zigzag", "pieces"),
+    [
+        (False, ([0, 1, 2, 5, 6, 7, 8], [3, 4, 9, 10, 11])),
+        (True, ([0, 1, 4, 5, 6, 11], [2, 3, 7, 8, 9, 10])),
+    ],
+)
+def test_what_ranks_draw_of_segments_is_put_together(
+    zigzag: bool, pieces: tuple[list[int], list[int]]
+) -> None:
+    """Of a dimension with segments of 5 and 7."""
+    split = 1, (5, 7), zigzag
+    line = [(rank, torch.tensor([piece]), split) for rank, piece in enumerate(pieces)]
+    (whole,) = plain._in_order(line)
+    assert whole.tolist() == [[*range(12)]]
 
 
 def test_a_failure_is_reduced_to_what_it_takes() -> None:
