@@ -64,6 +64,7 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradie
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS  # of stages
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})  # of the parameters of stages, over data ranks
+STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # these name a stage and a micro-batch
 # What all ranks do for the layers of the vocabulary, and the collectives between.
 EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})

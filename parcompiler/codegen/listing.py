@@ -28,14 +28,13 @@ from parcompiler.instruction import (
     EMBEDDING,
     HEAD,
     MESSAGES,
-    SHARDING,
+    STAGED,
     TRANSFERS,
     Instruction,
     Kind,
     parse,
 )
 
-STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # these name a stage and a micro-batch
 VALUED = MESSAGES | TRANSFERS | EMBEDDING | {Kind.EXCHANGE}  # these a value and a micro-batch
 PERIODS = 24  # candidates for the length of a loop's body, the most frequent distances
 SAVED = 2  # lines that a loop must save

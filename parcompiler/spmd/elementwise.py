@@ -111,6 +111,8 @@ def cross_entropy(call: NodeCall) -> Rule | None:
     return Rule(f"{', '.join(operands[: len(call.operands)])} -> {result}")
 
 
+CASTS = ("to", "_to_copy", "type_as")
+
 RULES: dict[str, str | Family] = {
     **dict.fromkeys(NONLINEAR, nonlinear),
     **dict.fromkeys(LINEAR, "*x -> *x"),
@@ -125,7 +127,7 @@ RULES: dict[str, str | Family] = {
     **dict.fromkeys(("div", "divide", "true_divide"), divide),
     "where": where,
     "masked_fill": masked_fill,
-    **dict.fromkeys(("to", "_to_copy", "type_as"), cast),
+    **dict.fromkeys(CASTS, cast),
     **dict.fromkeys(
         """
         binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss smooth_l1_loss

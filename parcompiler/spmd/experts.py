@@ -31,6 +31,7 @@ from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
 from parcompiler.mesh import Mesh
 from parcompiler.spmd.call import NodeCall, call_of
+from parcompiler.spmd.elementwise import CASTS
 from parcompiler.spmd.placement import R, S, resized
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
@@ -39,7 +40,6 @@ from parcompiler.spmd.views import permutation
 
 GROUPED = ("grouped_mm_fallback", "_grouped_mm", "grouped_mm")
 STACKED = ("einsum", "bmm", "baddbmm", "matmul")
-CASTS = ("to", "_to_copy")
 
 
 @dataclass
@@ -185,7 +185,8 @@ def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
 def _leaves_experts_first(node: fx.Node) -> bool:
     """Whether a node only casts weights, or puts dimensions behind that of the experts in another
     order."""
-    return name_of(node) in CASTS or (permutation(node) or [-1])[0] == 0
+    casts = name_of(node) in CASTS and len(node.all_input_nodes) == 1
+    return casts or (permutation(node) or [-1])[0] == 0
 
 
 def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:

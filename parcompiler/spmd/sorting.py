@@ -22,6 +22,7 @@ from torch import fx
 
 from parcompiler.graph import Graph
 from parcompiler.spmd.call import NodeCall, Operand, call_of
+from parcompiler.spmd.elementwise import CASTS
 from parcompiler.spmd.experts import GROUPED
 from parcompiler.spmd.placement import P, Placement, R, S
 from parcompiler.spmd.rows import Rows, SortedNode, causal_lengths
@@ -34,7 +35,7 @@ OWN_ORDER = "own order"  # numbers are written for as many rows as a rank has
 PIECE = S(0)
 SORTED = replace(PIECE, sorted=True)
 COUNTS = replace(P, dim=0, sorted=True)  # no other summands are those of the rank's own rows
-SUMS = ("cumsum", "to", "_to_copy")
+SUMS = ("cumsum", *CASTS)
 
 
 def rows_of(graph: Graph, axis: str) -> Rows | None:

@@ -27,6 +27,7 @@ from parcompiler.spmd.strategy import SizeArgument
 
 # The argument of each view that says its sizes.
 SIZE_ARGUMENTS = {"view": "size", "reshape": "shape", "_unsafe_view": "size", "unflatten": "sizes"}
+RESHAPES = (*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel")
 
 
 def grouped(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -161,7 +162,7 @@ def permute(call: NodeCall) -> Rule | None:
 
 
 RULES: dict[str, str | Family] = {
-    **dict.fromkeys((*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel"), view),
+    **dict.fromkeys(RESHAPES, view),
     **dict.fromkeys(PERMUTING, permute),
     "expand": expand,
     "repeat": repeat,

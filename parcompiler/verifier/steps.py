@@ -18,6 +18,7 @@ from parcompiler.instruction import (
     HEAD,
     MESSAGES,
     SHARDING,
+    STAGED,
     TRANSFERS,
     Instruction,
     Kind,
@@ -32,7 +33,6 @@ ONCE = "every instruction stands once"
 ORDERED = "nothing is used before it is there"
 
 VOCABULARY = EMBEDDING | HEAD | TRANSFERS | {Kind.EXCHANGE}
-STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # they name a stage
 BACK = COMPUTE - {Kind.FORWARD}  # a backward, or a part of one
 
 Places = dict[int, int]  # micro-batch -> position in the rank's list

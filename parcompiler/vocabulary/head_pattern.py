@@ -21,7 +21,8 @@ from torch import fx
 
 from parcompiler.capture.effects import arguments_of, name_of, overload_name
 from parcompiler.graph import CrossEntropy, Graph, Parameter, dtype_of, shape_of
-from parcompiler.spmd.views import permutation
+from parcompiler.spmd.elementwise import CASTS
+from parcompiler.spmd.views import RESHAPES, permutation
 from parcompiler.vocabulary.nodes import (
     is_copy,
     source,
@@ -36,8 +37,6 @@ _FUNCTIONS = frozenset(
     "mul div add sub rsub neg tanh sigmoid clamp clamp_min clamp_max hardtanh pow exp log softplus "
     "relu abs sqrt square asinh nan_to_num type_as to _to_copy float double half bfloat16".split()
 )
-_CASTS = ("to", "_to_copy", "type_as", "float")
-_RESHAPES = frozenset("view reshape flatten unflatten unsqueeze squeeze _unsafe_view".split())
 
 
 class WholeError(Exception):
@@ -115,8 +114,7 @@ def match_loss(graph: Graph) -> Criterion:
                 _needs_logits(name)
             reduction = name
         elif not is_copy(node):
-            single = name in ("view", "reshape", "squeeze", "unsqueeze", "flatten")
-            if not single or operand.meta["val"].numel() != 1:
+            if name not in RESHAPES or operand.meta["val"].numel() != 1:
                 _needs_logits(name)
         node = operand
     loss = replace(criterion.loss, axis=axis, scale=scale)
@@ -287,7 +285,7 @@ def match_chain(graph: Graph, criterion: Criterion) -> Chain:
     chain = Chain(product, product.dim, rows=list(product.rows), bias=product.bias)
     for item in reversed(between):
         _add(graph, chain, item)
-    while chain.functions and overload_name(last := chain.functions[-1]) in _CASTS:
+    while chain.functions and overload_name(last := chain.functions[-1]) in CASTS:
         if (dtype_of(last.all_input_nodes[0]).itemsize, dtype_of(last)) != (2, torch.float32):
             break
         chain.functions.pop()  # the softmax of logits is in float32 anyway
@@ -376,7 +374,7 @@ def _row_operation(chain: Chain, node: fx.Node, name: str) -> RowOperation:
         _needs_logits(name)
     before, after, dim = shape_of(operand), shape_of(node), chain.dim
     values = arguments_of(node)
-    if name in _RESHAPES:
+    if name in RESHAPES:
         ahead = math.prod(before[:dim])
         places = [i for i, size in enumerate(after)
                   if size == before[dim] and math.prod(after[:i]) == ahead]  # fmt: skip

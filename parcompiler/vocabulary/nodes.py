@@ -10,10 +10,10 @@ from parcompiler.capture.effects import effects_of, name_of
 from parcompiler.capture.prologue import cone
 from parcompiler.capture.rewriting import Rewriting
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
-from parcompiler.spmd.views import permutation
+from parcompiler.spmd.elementwise import CASTS
+from parcompiler.spmd.views import RESHAPES, permutation
 
-_VIEWS = ("view", "reshape", "unsqueeze", "squeeze")
-_COPIES = frozenset("alias contiguous clone to _to_copy float double".split())
+_COPIES = ("alias", "contiguous", "clone", *CASTS)
 
 
 def is_copy(node: fx.Node) -> bool:
@@ -42,7 +42,7 @@ def transposed(node: fx.Node) -> fx.Node | None:
 def tensor_of(graph: Graph, node: object) -> Parameter | None:
     """The parameter or buffer that an operand is, perhaps with dimensions of size 1 around it."""
     while isinstance(node, fx.Node) and node.op == "call_function":
-        if not is_copy(node) and name_of(node) not in _VIEWS:
+        if not is_copy(node) and name_of(node) not in RESHAPES:
             return None
         operand = node.args[0]
         if not isinstance(operand, fx.Node):
@@ -58,7 +58,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a tensor of the model, or a copy, view or transpose of it."""
     for user in node.users:
         calls = user.op == "call_function"
-        if calls and (is_copy(user) or transposed(user) is not None or name_of(user) in _VIEWS):
+        if calls and (is_copy(user) or transposed(user) is not None or name_of(user) in RESHAPES):
             yield from readers(user)
         else:
             yield user

@@ -65,6 +65,11 @@ def swapped(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model.head(x).swapaxes(1, 2), labels)
 
 
+def alike(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(x, model.head.weight.type_as(x)).type_as(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.ravel())
+
+
 def pictures(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     logits = model.head(x).view(ROWS, LENGTH, 1, V).permute(0, 3, 1, 2)
     return F.cross_entropy(logits, labels.unsqueeze(2))
@@ -130,8 +135,8 @@ def totalled(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 SPREAD: dict[str, Loss] = {
     item.__name__: item
     for item in (
-        plain, shifted, transposed, swapped, pictures, last, chosen, multiplied, added, summed,
-        biased_by_buffer, capped_in_place, weighed, log_likelihood, meant, totalled,
+        plain, shifted, transposed, swapped, alike, pictures, last, chosen, multiplied, added,
+        summed, biased_by_buffer, capped_in_place, weighed, log_likelihood, meant, totalled,
     )
 }  # fmt: skip
 
