@@ -2,9 +2,9 @@
 
     vocabulary, sharding, schedule      `roomy_bound`: no simulation, memory for everything
     └── with memory                     `busy_bound`: what it makes blocks recompute
-        └── simulated                   `even_step`
+        └── simulated                   `even_step`, then `shared_step`
             └── level of ZeRO           `roomy_bound`, with what data ranks then exchange
-                └── with its memory     `busy_bound`, `even_step`
+                └── with its memory     `busy_bound`, `even_step`, `shared_step`
 
 The lowest bound is made sharper until it is at the leaves, or the answer is known. The passes find
 again what was found here. They take even stages for the best under every schedule that is known by
@@ -22,7 +22,14 @@ from functools import partial
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.base import MARGIN
-from parcompiler.passes.even import busy_bound, even_step, is_forced, roomy_bound
+from parcompiler.passes.even import (
+    busy_bound,
+    even_step,
+    is_forced,
+    is_shared,
+    roomy_bound,
+    shared_step,
+)
 from parcompiler.passes.schedule import CANDIDATES, candidates_for
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
@@ -124,9 +131,17 @@ def _with_memory(problem: Problem, plan: Plan, *, is_plain: bool = True) -> Iter
         yield from finer()
 
 
-def _simulated(problem: Problem, plan: Plan, is_plain: bool) -> Iterator[Bound]:
-    """The same of a simulated step."""
-    seconds = even_step(local(problem, plan), plan)
+def _simulated(
+    problem: Problem,
+    plan: Plan,
+    is_plain: bool,
+    step: Callable[[Problem, Plan], float] = even_step,
+) -> Iterator[Bound]:
+    """The same of a simulated step: first without the passes of a head that all ranks share."""
+    seconds = step(local(problem, plan), plan)
+    if seconds < math.inf and step is even_step and is_shared(plan):
+        yield seconds, partial(_simulated, problem, plan, is_plain, shared_step)
+        return
     if _is_open(problem, plan):
         if seconds < math.inf:
             yield seconds, partial(_levels, problem, plan, is_plain)

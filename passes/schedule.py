@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import GAIN, Pass
-from parcompiler.passes.even import busy_bound, even_step, roomy_bound
+from parcompiler.passes.even import busy_bound, even_step, roomy_bound, shared_step
 from parcompiler.passes.stage import StagePass
 from parcompiler.passes.zero import step_of
 from parcompiler.plan import Plan, Weighed
@@ -104,10 +104,11 @@ class Weighing:
 
     def _even(self, candidate: Plan) -> float:
         """Seconds of even stages, or a lower bound of it that is too long already."""
-        for bound in (roomy_bound, busy_bound):
-            if (least := bound(self.problem, candidate)) >= self.asked.below:
+        below = self.asked.below
+        for bound in (roomy_bound, busy_bound, even_step):
+            if (least := bound(self.problem, candidate)) >= below:
                 return least
-        return even_step(self.problem, candidate)
+        return least if below == math.inf else shared_step(self.problem, candidate)
 
     def order(self) -> list[int]:
         """Candidates by the step of even stages; within the margin, the plainest first."""

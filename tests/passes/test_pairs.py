@@ -9,7 +9,7 @@ import pytest
 
 from parcompiler.passes.divide import DivisionTask, Load
 from parcompiler.passes.divide.improve import moved_runs
-from parcompiler.passes.divide.pairs import paired_runs
+from parcompiler.passes.divide.pairs import paired_runs, slowest_pair
 from parcompiler.passes.divide.runs import slowest_run, snug
 
 
@@ -102,3 +102,20 @@ def test_the_slowest_run_is_that_of_the_best_division() -> None:
             for cuts in ends
         )
         assert slowest_run(task) == least
+
+
+def test_no_runs_of_a_v_have_a_faster_slowest_rank_than_is_said() -> None:
+    chance = random.Random(5)
+    for _ in range(60):
+        ranks = chance.choice([2, 3])
+        count = chance.randint(2 * ranks, 2 * ranks + 5)
+        loads = [Load(float(chance.randint(1, 9)), 0, 0) for _ in range(count)]
+        held = [[(1, 1)]] * ranks
+        task = DivisionTask(loads, [], shaped("v", ranks), 4, held, [1.0] * ranks)
+        ends = itertools.combinations(range(1, count), task.stages - 1)
+        least = min(
+            busy(task, tuple(sum(i >= cut for cut in cuts) for i in range(count))) for cuts in ends
+        )
+        assert 0.99 * least <= slowest_pair(task) <= least
+        other = DivisionTask(loads, [], shaped("interleaved", ranks), 4, held, [1.0] * ranks)
+        assert slowest_pair(other) == 0

@@ -9,14 +9,17 @@ import pytest
 
 import parcompiler as pc
 from parcompiler.device import device
+from parcompiler.passes import even
+from parcompiler.passes.decide import start
 from parcompiler.passes.estimate import alone, estimate
-from parcompiler.passes.even import even_step
+from parcompiler.passes.even import even_step, shared_step
 from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
 from parcompiler.problem import Problem
-from parcompiler.schedules import build
+from parcompiler.schedules import V, build
 from parcompiler.schedules.planned import planned
+from parcompiler.timeline import step_time
 from tests import zoo
 from tests.passes.test_unequal import SHORT
 
@@ -84,6 +87,63 @@ def test_no_schedule_is_faster_than_its_even_stages(name: str, recompute: str) -
         except pc.InfeasibleError:
             continue
         assert even_step(program.problem, program.plan) <= program.simulate().step_time
+
+
+@pytest.mark.parametrize("vocabulary", ["vocab-2", "vocab-1", "interlaced"])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_nor_than_they_are_with_the_passes_of_a_head_on_all_ranks(
+    name: str, vocabulary: str
+) -> None:
+    program = compiled(schedule=name, microbatches=8, vocabulary=vocabulary)
+    problem, plan = local(program.problem, program.plan), program.plan
+    step = program.simulate().step_time
+    assert even_step(problem, plan) <= shared_step(problem, plan) <= step
+    few = dataclasses.replace(plan, microbatches=7)  # of which uneven stages may gain
+    assert shared_step(problem, few) == even_step(problem, few)
+
+
+def test_the_passes_of_a_head_are_waited_for_in_deep_pipelines() -> None:
+    """More than uneven stages may gain."""
+    program = compiled(4, schedule="zb-v", microbatches=16, vocabulary="vocab-2")
+    problem, plan = local(program.problem, program.plan), program.plan
+    assert shared_step(problem, plan) > 1.01 * even_step(problem, plan)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_two_small_pipelines_tell_the_step_of_a_deep_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, known = 38, captured().problem
+    options = dataclasses.replace(known.options, microbatches=3 * ranks)
+    mesh = pc.Mesh(pipeline=ranks, data=8, device="h100")  # all neighbours are on other nodes
+    problem = known.anew(mesh=mesh, options=options)
+    stages = 2 if name in ("interleaved", *V) else 1
+    plan = dataclasses.replace(start(problem), schedule=name, virtual_stages=stages)
+    priced = problem.priced(problem.levels[0])
+    lengths = []
+
+    def timed(at: Any, microbatches: int, costs: Any, messages: Any) -> float:
+        lengths.append(len(costs) // stages)
+        return step_time(at, microbatches, costs, messages)
+
+    monkeypatch.setattr(even, "step_time", timed)
+    told = even._step(problem, plan, priced, ranks)
+    monkeypatch.setattr(even, "SMALL", ranks)
+    simulated = even._step(problem, plan, priced, ranks)
+    assert lengths == [14, 26, 38]
+    is_irregular = name in ("v-half", "v-min")
+    assert told == pytest.approx(simulated, rel=0.015 if is_irregular else 1e-9)
+    assert told <= simulated * (1 + 1e-9)
+
+
+def test_divisions_that_are_no_faster_than_a_known_step_are_refused() -> None:
+    program = compiled(schedule="1f1b", microbatches=8)
+    problem = dataclasses.replace(local(program.problem, program.plan), explain=False)
+    begun = dataclasses.replace(program.plan, stages=None)
+    step = estimate(problem, program.plan).step_time
+    with pytest.raises(pc.InfeasibleError, match="no division was found"):
+        StagePass(below=step).run(problem, begun)
+    assert StagePass(below=1.001 * step).run(problem, begun).stages == program.plan.stages
 
 
 @pytest.mark.parametrize("vocabulary", ["whole", "vocab-2", "vocab-1"])
