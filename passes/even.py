@@ -39,7 +39,8 @@ UNEVEN = 0.99  # of an even step with MANY: in 180 random cases uneven stages to
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
 FULL = 2  # micro-batches for each rank, with which every rank holds as much as with more
 SMALL, PERIOD = 12, 12  # ranks: steps of more grow evenly with these
-UNSURE = dict.fromkeys(("v-half", "v-min"), 0.005)  # share by which such a step may be too long
+# share by which such a step may be too long
+UNSURE: dict[str | None, float] = {"v-half": 0.005, "v-min": 0.005}
 
 
 class Packed(NamedTuple):
@@ -244,7 +245,7 @@ def _step(
     in steps of PERIOD; with passes of a head it grows no slower. So two small pipelines tell that
     of a deep one.
     """
-    ranks, m, unsure = plan.mesh.pipeline, plan.microbatches, UNSURE.get(plan.schedule or "", 0.0)
+    ranks, m, unsure = plan.mesh.pipeline, plan.microbatches, UNSURE.get(plan.schedule, 0.0)
     placement = outline(plan).placement
     stages = len(placement)
     parts = pace * stages / ranks
