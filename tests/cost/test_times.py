@@ -19,7 +19,7 @@ from parcompiler.graph import Graph, NodeRoles
 from parcompiler.instruction import Kind
 from parcompiler.plan import TemplateTime, VocabularyTime
 from parcompiler.runtime.compiled import build
-from parcompiler.runtime.compiled.layers import TracedLayer
+from parcompiler.runtime.compiled.layers import Template, TracedLayer
 from tests import zoo
 
 PINS = {"*.ffn.up.weight": "S(0)", "embedding.weight": "S(0)"}
@@ -67,10 +67,10 @@ def test_compiled_blocks_are_timed_as_the_runtime_compiles_them(
     found: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     given: list[TracedLayer] = []
 
-    def traced(layer: TracedLayer, training: bool) -> TracedLayer:
-        assert training
-        given.append(layer)
-        return layer  # without a compiler, which takes its time
+    def traced(template: Template) -> TracedLayer:
+        assert template.surroundings.training
+        given.append(TracedLayer(template))
+        return given[-1]  # without a compiler, which takes its time
 
     def time_block(block: RunningBlock) -> tuple[float, float]:
         assert isinstance(block, CompiledBlock)
