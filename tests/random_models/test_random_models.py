@@ -31,7 +31,7 @@ from tests.random_models.reducing import reduced
 from tests.random_models.running import Ranks, Verdict, ranks, run
 from tests.random_models.statements import TEMPLATES
 
-FEW = (2, 4, 6, 17, 26, 35, 59, 79, 88, 238, 394)  # on two ranks at most, and together of most kinds
+FEW = (2, 4, 6, 17, 26, 35, 59, 79, 88, 238, 394)  # on at most two ranks, together of most kinds
 MOST_REFUSED = 0.25
 REFUSED = {"tensor hook", "backward hook", "Python state"}  # by name, whatever else is in the model
 
