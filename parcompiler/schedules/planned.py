@@ -96,22 +96,16 @@ def _planned(
 
 
 @lru_cache(maxsize=256)
-def _shorter(
-    name: str | None,
-    orders: tuple[str, ...] | None,
-    ranks: int,
-    microbatches: int,
-    virtual_stages: int,
-    method: str | None,
-) -> Schedule:
+def _shorter(*known: *Identity) -> Schedule:
     """Uncached body of `shorter`."""
+    name, orders, ranks, microbatches, virtual_stages, method = known
     rounds = rounds_to_spare(ranks, microbatches) if orders is None else 0
     if rounds:
         less = microbatches - rounds * ranks
         few = _planned(name, orders, ranks, less, virtual_stages, method)
         if loops_of_actions(few.orders) is not None:
             return few
-    return _planned(name, orders, ranks, microbatches, virtual_stages, method)
+    return _planned(*known)
 
 
 @lru_cache(maxsize=256)
