@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from parcompiler.cost import collective
 from parcompiler.passes.base import MARGIN
+from parcompiler.passes.divide import DivisionTask
 from parcompiler.passes.divide.pairs import slowest_pair
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.divide.runs import slowest_run
@@ -174,9 +175,9 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
         even = sum((*priced.forward, *priced.backward)) / pace
         seconds = [load.seconds for load in task.loads]
         whole = _fullest(seconds, task.ranks) if task.is_uniform else 0.0
-        if task.is_linked and task.each <= 2:
-            slowest_whole = slowest_run if task.each == 1 else slowest_pair
-            whole = max(whole, slowest_whole(task) * task.unit)
+        if task.is_linked and task.each <= 2 and len(seconds) >= task.stages:
+            key = "slowest whole", task.placement, *((x.seconds, x.by_rank) for x in task.loads)
+            whole = max(whole, problem.once(key, lambda: _slowest_whole(task, whole)))
         return Packed(few, priced, pace, even, slowest, whole)
 
     return problem.once((*_key("packed", problem, plan), level), find)
@@ -208,6 +209,15 @@ def _with_passes(problem: Problem, plan: Plan, packed: Packed) -> float:
     step = problem.once(key, lambda: _step(problem, few, packed.priced, packed.pace, spread))
     more = (plan.microbatches - few.microbatches) * (packed.even + spread.compute)
     return UNEVEN * (step + more + least_update(problem))
+
+
+def _slowest_whole(task: DivisionTask, known: float) -> float:
+    """Seconds of the slowest rank at least where stages are runs of whole blocks, one or two on
+    each rank, as far as that is more than the seconds that are known."""
+    if task.each == 1:
+        return slowest_run(task) * task.unit
+    units = math.ceil(known / task.unit) + len(task.loads)  # each is a rounded number of units
+    return slowest_pair(task, max(units, task.even)) * task.unit
 
 
 def _fullest(seconds: Sequence[float], ranks: int) -> float:

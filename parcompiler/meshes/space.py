@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 from parcompiler.mesh import AXES, Cluster, Mesh, divisors
@@ -93,5 +94,9 @@ def are_neighbours(one: Mesh, other: Mesh) -> bool:
     """
     pairs = [(getattr(one, axis), getattr(other, axis)) for axis in AXES if axis != "expert"]
     moved = [max(pair) / min(pair) for pair in pairs if pair[0] != pair[1]]
-    is_prime = [f.is_integer() and len(divisors(int(f))) == 2 for f in moved]
-    return not moved or is_prime == [True, True]
+    return not moved or (len(moved) == 2 and all(map(_is_prime, moved)))
+
+
+@lru_cache(maxsize=1024)  # a search asks millions of times
+def _is_prime(factor: float) -> bool:
+    return factor.is_integer() and len(divisors(int(factor))) == 2

@@ -49,8 +49,9 @@ def paired_runs(task: DivisionTask) -> tuple[int, ...] | None:
     return best
 
 
-def slowest_pair(task: DivisionTask) -> int:
-    """Units of the slowest rank of a V at least, whatever its memory; 0 for other stages.
+def slowest_pair(task: DivisionTask, known: int = 0) -> int:
+    """Units of the slowest rank of a V at least, whatever its memory; 0 for other stages, and where
+    a rank may take no more than is known already.
 
     >>> from parcompiler.passes.divide.data import Load
     >>> loads = [Load(seconds, 0, 0) for seconds in (1.0, 2.0, 1.0, 1.0, 2.0, 1.0)]
@@ -60,7 +61,7 @@ def slowest_pair(task: DivisionTask) -> int:
     """
     roomy = dataclasses.replace(task, limits=[math.inf] * task.ranks)
     for sides in _sides(roomy, sum(task.compute)):
-        if sides.is_v and (found := _least(roomy, sides, None)):
+        if sides.is_v and sides.taken(known) is None and (found := _least(roomy, sides, None)):
             return found[0] - max(1, task.even // PRECISION)
     return 0
 

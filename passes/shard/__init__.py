@@ -24,7 +24,7 @@ sharding with least memory is taken, and the stage pass says what is missing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -75,9 +75,21 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     other.
     """
     pins = pinning.read(problem.options.sharding, problem.graph)
-    candidates = _candidates(problem, pins)
-    built, answer = _fitting(problem, candidates, pins, part)
-    return sharding(candidates, built, answer, problem.mesh.pipeline)
+    candidates, states = _candidates(problem, pins), _states(problem)
+    budgets = tuple(_budgets(problem, part))
+
+    def find() -> Sharding:
+        built, answer = _fitting(candidates, pins, states, budgets)
+        return sharding(candidates, built, answer, problem.mesh.pipeline)
+
+    # Whether blocks are offloaded, say, changes nothing of it.
+    costs = tuple(states.values())
+    return problem.graph.once(("sharding", *_key(problem), budgets, costs), find)
+
+
+def _key(problem: Problem) -> tuple[object, ...]:
+    """What the choices of a graph's nodes depend on."""
+    return repr(problem.options.sharding), problem.slowest_device, problem.mesh.tensor
 
 
 def _candidates(problem: Problem, pins: Pins) -> Candidates:
@@ -87,20 +99,20 @@ def _candidates(problem: Problem, pins: Pins) -> Candidates:
     def find() -> Candidates:
         return Candidates(fold(graph, pins.text), ShardCosts(graph, device, ranks))
 
-    return graph.once(("candidates", repr(problem.options.sharding), device, ranks), find)
+    return graph.once(("candidates", *_key(problem)), find)
 
 
 def _fitting(
-    problem: Problem, candidates: Candidates, pins: Pins, part: float
+    candidates: Candidates,
+    pins: Pins,
+    states: Mapping[str, StateCost],
+    budgets: Iterable[MemoryBudget],
 ) -> tuple[BuiltProgramme, Answer]:
-    """The fastest that fits; if none does, with blocks recomputed, and in all the memory; if none
-    does, the smallest."""
-    states = _states(problem)
-    wanted = problem.options.recompute
+    """The fastest that fits one of the budgets, the first that anything fits; if nothing fits any,
+    the smallest."""
     built: BuiltProgramme | None = None
-    tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(str(wanted), (False, True))
-    for filled, recomputed in (*((part, again) for again in tries), (1.0, tries[-1])):
-        built = build(candidates, pins, states, _budget(problem, filled, recomputed=recomputed))
+    for budget in budgets:
+        built = build(candidates, pins, states, budget)
         with suppress(InfeasibleError):
             return built, decide(built.programme)
     assert built is not None
@@ -123,6 +135,14 @@ def _states(problem: Problem) -> dict[str, StateCost]:
         update = (2 * each - item.dtype.itemsize) / bandwidth if trains else 0.0
         costs[item.name] = StateCost(each, update)
     return costs
+
+
+def _budgets(problem: Problem, part: float) -> Iterator[MemoryBudget]:
+    """A part of the memory, then with blocks recomputed, then all of it."""
+    wanted = str(problem.options.recompute)
+    tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(wanted, (False, True))
+    for filled, recomputed in (*((part, again) for again in tries), (1.0, tries[-1])):
+        yield _budget(problem, filled, recomputed=recomputed)
 
 
 def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:

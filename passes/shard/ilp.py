@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from parcompiler.errors import InfeasibleError
 from parcompiler.plan import Solution
 from parcompiler.solver import SolverModel, Term, Variable, solve
 from parcompiler.spmd import Placement
@@ -120,6 +121,9 @@ def decide(data: Programme, *, least_memory: bool = False) -> Answer:
 
     Raises InfeasibleError when there are none.
     """
+    if data.budget is not None and sum(min(x.nbytes) for x in data.decisions) > data.budget:
+        message = "no choices fit into the memory"
+        raise InfeasibleError(message)
     linear = LinearModel(data)
     weight = MEGA if least_memory else MICRO
     linear.model.minimize(linear.bytes if least_memory else linear.seconds)
