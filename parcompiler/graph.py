@@ -9,6 +9,7 @@ that do not depend on the batch either are *constants*, computed once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -59,7 +60,7 @@ class Parameter:
     @property
     def numel(self) -> int:
         """The number of elements."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

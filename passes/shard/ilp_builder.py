@@ -16,6 +16,8 @@ recomputation what runs again is not saved, and of gathers the pieces.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -60,8 +62,7 @@ class MemoryBudget:
     selective: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StateCost:
+class StateCost(NamedTuple):
     """One element of a tensor of the model: its bytes with gradient and optimizer states, and the
     seconds of its update, a micro-batch's part of them."""
 
@@ -216,11 +217,11 @@ class _ProgrammeBuilder:
     def _state(self, tensor: TensorGroup, placement: Placement) -> StateCost:
         """Costs of the tensors of a group on a rank."""
         nbytes, seconds = 0.0, 0.0
-        for item in tensor.items:
-            part = share(item.shape, placement, self.costs.n)
-            each = self.states.get(item.name, StateCost(0.0))
-            nbytes += each.nbytes * item.numel * part
-            seconds += each.seconds * item.numel * part + WHOLE * part
+        alike = Counter((x.shape, self.states.get(x.name, StateCost(0.0))) for x in tensor.items)
+        for (shape, each), count in alike.items():
+            part = count * share(shape, placement, self.costs.n)
+            nbytes += each.nbytes * math.prod(shape) * part
+            seconds += each.seconds * math.prod(shape) * part + WHOLE * part
         return StateCost(0.0 if self.memory is None else nbytes, seconds)
 
     # Edges
