@@ -38,6 +38,8 @@ from parcompiler.spmd.sorting import OWN_ORDER, rows_of
 from parcompiler.spmd.special import special_call
 from parcompiler.spmd.strategy import Strategy, localized
 
+# Whatever order in memory their operands have, results are in that of their dimensions.
+ORDERED = frozenset({"linear", "embedding", "layer_norm", "native_layer_norm", "contiguous"})
 Assignment = Mapping[fx.Node, Strategy]
 Types = tuple[Placement, ...]  # of the tensors that a node yields
 
@@ -91,6 +93,9 @@ class _Sharding(Rewriting):
         self.converted: dict[tuple[Any, ...], fx.Node] = {}
         self.parameters: dict[str, Parameter] = {}
         self.pieces: dict[tuple[Any, ...], torch.Tensor] = {}
+        # What a rank may have in memory in another order than the whole graph: no view of it by
+        # sizes need be possible.
+        self.reordered: set[fx.Node] = set()
         self.shared = frozenset(graph.vocabulary.nodes) if graph.vocabulary else frozenset()
 
     def graph(self) -> Graph:
@@ -146,6 +151,7 @@ class _Sharding(Rewriting):
             return
         strategy = self.assignment.get(node) or self._default(node, call)
         updated = set(mutated_operands(node))
+        reordered = strategy.special not in ("", OWN_ORDER) and not _is_ordered(node)
         local: dict[tuple[str, int | None], fx.Node] = {}
         for operand, placement, carries in zip(
             call.operands, strategy.inputs, call.gradients, strict=True
@@ -153,12 +159,20 @@ class _Sharding(Rewriting):
             value = self.nodes[operand.node]
             if len(self.types[operand.node]) == 1:
                 value = self._converted(operand.node, placement, node, carries=carries)
+            if value is self.nodes[operand.node]:
+                reordered = reordered or operand.node in self.reordered
+            else:
+                reordered = reordered or not _is_ordered(operand.node)
             if operand.node in updated and value is not self.nodes[operand.node]:
                 value = self._copied(operand.node, value)
             if strategy.special == OWN_ORDER and operand.argument == "values":
                 value = self._first(value, strategy.outputs[0], node)
             local[operand.argument, operand.index] = value
         made = self._call(node, call, strategy, local)
+        if reordered and call.base not in ORDERED:
+            self.reordered.add(node)
+            if node.target is torch.ops.aten.view.default and not self._is_updated(node):
+                made.target = torch.ops.aten.reshape.default  # which copies where it must
         self._record(node, made, strategy.outputs)
         for changed in updated:
             self._forget(changed, node)
@@ -196,23 +210,30 @@ class _Sharding(Rewriting):
         self._record(node, made, (types[index if len(types) > 1 else 0],))
         strategy = self.assignment.get(node)
         if strategy is not None and strategy.inputs != self.types[node]:
-            self.nodes[node] = self._converted(
-                node, strategy.inputs[0], node, carries=any(call.gradients)
-            )
-            self.types[node] = strategy.inputs
+            made = self._converted(node, strategy.inputs[0], node, carries=any(call.gradients))
+            self._replace(node, made, strategy.inputs)
 
     def _convert_early(self, node: fx.Node) -> None:
         """Convert a value that layers read where it is made, if all who read it need it alike."""
         elsewhere = any(self.home.get(user) != self.home[node] for user in node.users)
-        updated = self.effects.root(node) in self.effects.writers
-        several = not isinstance(node.meta["val"], torch.Tensor)
-        if not elsewhere or updated or several or (need := self._common_need(node)) is None:
+        is_one = isinstance(node.meta["val"], torch.Tensor) and not self._is_updated(node)
+        if not elsewhere or not is_one or (need := self._common_need(node)) is None:
             return
         target, carries = need
         # What each layer uses for its part of the work fans out there, as in Megatron-LM.
         if target.kind == "S" or not self.types[node][0].is_whole:
             made = self._converted(node, target, node, carries=carries)
-            self.nodes[node], self.types[node] = made, (target,)
+            self._replace(node, made, (target,))
+
+    def _replace(self, node: fx.Node, converted: fx.Node, types: Types) -> None:
+        """Let a conversion stand for a value from now on."""
+        if converted is not self.nodes[node] and not _is_ordered(node):
+            self.reordered.add(node)
+        self.nodes[node], self.types[node] = converted, types
+
+    def _is_updated(self, node: fx.Node) -> bool:
+        """Whether the memory of a value is updated in place."""
+        return self.effects.root(node) in self.effects.writers
 
     def _common_need(self, node: fx.Node) -> tuple[Placement, bool] | None:
         """The type that all readers of a node need, and whether a gradient comes back; None where
@@ -385,6 +406,14 @@ class _Sharding(Rewriting):
         returned = self.effects.root(by) is root  # statistics are updated and not returned
         if returned and self.types[updated] != self.types[by] and len(self.types[by]) == 1:
             self.nodes[updated], self.types[updated] = self.nodes[by], self.types[by]
+
+
+def _is_ordered(node: fx.Node) -> bool:
+    """Whether a value is in memory in the order of its dimensions, if its sizes are known."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
+        return True
+    return value.is_contiguous()
 
 
 def _layers(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:

@@ -5,10 +5,13 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import fx
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
+import parcompiler as pc
 from parcompiler.capture.blocks import cut
 from parcompiler.graph import Block, Graph
 from parcompiler.models import gpt
+from parcompiler.passes.shard.local import local
 from parcompiler.pieces import Shard
 from parcompiler.spmd.placement import P
 from parcompiler.spmd.runtime_call import Piece, RuntimeCall
@@ -81,6 +84,23 @@ def test_sizes_of_views_are_local() -> None:
     views = [n for n in megatron("gpt", 2).fx_graph.nodes if str(n.target) == "aten.view.default"]
     assert list(views[0].args[1]) == [2, 12, 1, 24]
     assert tuple(views[0].meta["val"].shape) == (2, 12, 1, 24)
+
+
+def test_views_of_what_a_conversion_has_left_in_another_order_may_copy() -> None:
+    torch.manual_seed(0)
+    config = JetMoeConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8,
+        intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    row = torch.randint(128, (4, 16))
+    inputs, mesh = {"input_ids": row, "labels": row}, pc.Mesh(context=2)
+    model = JetMoeForCausalLM(config).double()
+    program = pc.compile(model, mesh, inputs, microbatches=1, progress=False)
+    graph = local(program.problem, program.plan).graph
+    (take,) = (node for node in conversions(graph) if node.name == "transpose_take")
+    assert not take.all_input_nodes[0].meta["val"].is_contiguous()
+    found = program.verify()
+    assert found.ok, str(found)
 
 
 def test_a_value_is_converted_once_for_all_who_need_it_in_a_layer() -> None:
