@@ -411,7 +411,7 @@ class Problem:
             bandwidth = device.memory_bandwidth * device.efficiency.traffic(nbytes)
             kernels = 3 * narrow + (1 if fused else each // (3 * item.dtype.itemsize))
             products = multiplied_in_update(optimizer, item.shape) / device.peak(torch.bfloat16)
-            products *= self._fullest if self.zero else 1.0
+            products *= self._fullest if products and self.zero else 1.0
             moving = nbytes / bandwidth + kernels * device.launch_overhead if each else 0.0
             return products + moving
 
