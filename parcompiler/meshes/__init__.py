@@ -61,6 +61,7 @@ EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
 SHALLOW = 8  # pipeline ranks
 AHEAD = 1.05  # times the lowest bound: a plainer mesh up to that is weighed before
+FIRST = 1.25  # times the lowest bound: no plan that takes longer is the first answer, if others are
 
 __all__ = [
     "GIVEN",
@@ -106,13 +107,14 @@ class Incumbent:
 @dataclass(slots=True)
 class Unweighed:
     """A mesh that is not planned, the seconds that no plan of it is below, and why; and whether a
-    plan alone says more, or else what is known of even stages."""
+    plan alone says more, or else what is known of even stages. Whether it was planned in vain."""
 
     candidate: Candidate
     bound: float
     why: str = WORK
     is_sharp: bool = False
     even: LeastStep | None = None
+    in_vain: bool = False
 
 
 class MeshSearch:
@@ -400,6 +402,8 @@ class MeshSearch:
         """Plan a mesh, as far as that may be the answer."""
         candidate, problem = item.candidate, self._problem(item.candidate)
         below = self._needed(candidate)
+        if not self.planned and self._evenly and not item.in_vain:
+            below = FIRST * self._lowest()
         try:
             with self.observer(self._title("plan of", candidate)):
                 self.check(candidate.mesh, problem.options)
@@ -410,7 +414,7 @@ class MeshSearch:
             return
         except PlanError as error:
             if below < math.inf:
-                item.bound, item.why = below, SCHEDULES
+                item.bound, item.why, item.in_vain = below, SCHEDULES, True
             else:  # nothing fits, or the passes found nothing that does
                 self._close(item, first_line(error))
             return

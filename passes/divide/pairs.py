@@ -142,19 +142,21 @@ class _Sides:
             most = fronts - 2 * rest - ends if self.is_v else 0 * ends + len(self.back) - rest
             first, second = self.seconds[rank]
             budgets = [(first, second, cap), (0 * first, second, longest), *self.bytes[rank]]
-            further, lengths = np.full(fronts + 1, -1), np.zeros(fronts + 1, dtype=np.int64)
-            for length in range(1, fronts + 1):
-                begin = np.flatnonzero(at[: fronts + 1 - length] >= 0)
-                begin = begin[first[begin + length] - first[begin] <= longest]
-                if not begin.size:
-                    break
-                end = begin + length
-                reach = most[end]
-                for mine, other, budget in budgets:
-                    whole = other[at[begin]] + mine[begin] + budget - mine[end]
-                    reach = np.minimum(reach, np.searchsorted(other, whole, "right") - 1)
-                better = (reach > at[begin]) & (reach > further[end])
-                further[end[better]], lengths[end[better]] = reach[better], length
+            taking = np.flatnonzero(at[:-1] >= 0)
+            last = np.searchsorted(first, first[taking] + longest, "right") - 1
+            counts = np.maximum(last - taking, 0)  # runs that begin there
+            begin = np.repeat(taking, counts)
+            length = np.arange(1, len(begin) + 1) - np.repeat(np.cumsum(counts) - counts, counts)
+            end = begin + length
+            reach = most[end]
+            for mine, other, budget in budgets:
+                whole = other[at[begin]] + mine[begin] + budget - mine[end]
+                reach = np.minimum(reach, np.searchsorted(other, whole, "right") - 1)
+            further, lengths = np.full(fronts + 1, -1), np.full(fronts + 1, fronts)
+            better = reach > at[begin]
+            np.maximum.at(further, end[better], reach[better])
+            furthest = better & (reach == further[end])
+            np.minimum.at(lengths, end[furthest], length[furthest])  # of equals the shortest
             ways.append((at, lengths))
             at = further
         total = fronts if self.is_v else fronts + len(self.back)

@@ -20,10 +20,13 @@ is asked. A rank with several stages has a row for each vector of micro-batches 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide.data import blocks_on, received_on, sizes
@@ -61,34 +64,26 @@ def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
     ]
     if any(size > freed for size, freed in zip(over, most, strict=True)):
         return None
-    ranges = [range(1 if kind.again is None else kind.blocks + 1) for kind in kinds]
-    if math.prod(map(len, ranges)) > CHOICES:
+    ends = tuple(1 if kind.again is None else kind.blocks + 1 for kind in kinds)
+    if math.prod(ends) > CHOICES:
         return _solved(kinds, over)
-    best: tuple[int, int, tuple[int, ...]] | None = None
-    for counts in itertools.product(*ranges):
-        found = _seconds(kinds, counts), sum(counts), counts
-        if (best is None or found < best) and _fits(kinds, over, counts):
-            best = found
-    return None if best is None else Choice(best[0], best[2])
+    counts = _every(ends)
+    seconds = counts @ np.array([kind.again or 0 for kind in kinds])
+    once = np.where(counts < [kind.blocks for kind in kinds], [kind.moment for kind in kinds], 0)
+    again = np.where(counts > 0, [kind.moment_again for kind in kinds], 0)
+    moments = np.maximum(once, again).max(axis=1)
+    freed = counts @ np.array([kind.freed for kind in kinds])
+    fitting = np.flatnonzero((np.array(over) + moments[:, None] <= freed).all(axis=1))
+    if not fitting.size:
+        return None
+    best = fitting[np.lexsort((counts.sum(axis=1)[fitting], seconds[fitting]))[0]]
+    return Choice(int(seconds[best]), tuple(counts[best].tolist()))
 
 
-def _seconds(kinds: Sequence[BlockKind], counts: Sequence[int]) -> int:
-    """Units of time of a choice."""
-    return sum(n * (kind.again or 0) for n, kind in zip(counts, kinds, strict=True))
-
-
-def _fits(kinds: Sequence[BlockKind], over: Sequence[int], counts: Sequence[int]) -> bool:
-    """Whether a choice fits."""
-    moment = 0
-    for n, kind in zip(counts, kinds, strict=True):
-        if n < kind.blocks:
-            moment = max(moment, kind.moment)
-        if n:
-            moment = max(moment, kind.moment_again)
-    return all(
-        size + moment <= sum(n * kind.freed[v] for n, kind in zip(counts, kinds, strict=True))
-        for v, size in enumerate(over)
-    )
+@lru_cache(maxsize=64)  # layers repeat
+def _every(ends: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """All counts below these, a row for each choice, in their order."""
+    return np.indices(ends).reshape(len(ends), -1).T
 
 
 def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
@@ -117,7 +112,7 @@ def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
     except InfeasibleError:
         return None
     counts = tuple(int(found[variable]) for variable in n)
-    return Choice(_seconds(kinds, counts), counts)
+    return Choice(sum(n * (k.again or 0) for n, k in zip(counts, kinds, strict=True)), counts)
 
 
 def cheapest_of(
