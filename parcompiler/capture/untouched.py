@@ -107,6 +107,8 @@ class Attributes:
                 yield from value.items()
             elif name not in _OF_TORCH:
                 yield name, value
+            elif isinstance(value, dict | set):  # transformers adds hooks in the first forward
+                self._containers.append((value, value.copy()))
 
     def _form(self, value: Any) -> Hashable:
         """A key, equal for attributes that a forward cannot tell apart: numbers by value, tensors

@@ -1,8 +1,10 @@
 """What a captured graph would leave out is refused by name, and the model is left as it was."""
 
+import copy
 import itertools
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -290,6 +292,37 @@ def test_a_hook_that_a_forward_registers_is_refused_with_its_line() -> None:
 
     with pytest.raises(CaptureError, match=r"register_hook: half.*\n.*test_untouched.py:\d+"):
         capture(Model(hooked), X)
+
+
+SEEN = ContextVar[list[torch.Tensor]]("seen")
+
+
+class Recording(nn.Module):
+    """The first forward hooks a layer, as those of transformers do; all return what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "hooked"):
+            self.layer.register_forward_hook(lambda module, args, made: SEEN.get().append(made))
+            self.hooked = True
+        SEEN.set([])
+        self.head(self.layer(x))
+        return torch.stack(SEEN.get()).sum()
+
+
+def test_hooks_of_modules_that_the_first_forward_registers_are_there_once() -> None:
+    torch.manual_seed(0)
+    model, x = Recording(), torch.ones(2, 4)
+    expected = copy.deepcopy(model)(x)
+    program = pc.compile(model, pc.Mesh(), (x,), microbatches=1, progress=False)
+    assert not model.layer._forward_hooks
+    found = program.verify()
+    assert found.ok, str(found)
+    assert not model.layer._forward_hooks
+    assert model(x) == expected
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
