@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
+from parcompiler.cost.known_results import result
 from parcompiler.graph import is_floating, tensors_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -71,7 +72,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     outer = [item for item in (*args, *kwargs.values()) if isinstance(item, StandIn)]
     known = {id(item.meta): item for item in outer}
     inner = {name: _inside(item) for name, item in kwargs.items()}
-    return _outside(func(*_inside(args), **inner), known)
+    return _outside(result(func, _inside(args), inner), known)
 
 
 def stand_in(value: Any) -> Any:
