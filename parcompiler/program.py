@@ -155,7 +155,7 @@ class Program:
     def write(
         self,
         path: Path,
-        report: Report,
+        report: Report | None,
         *,
         weights: bool | str | Path = True,
         standalone: bool = False,
@@ -165,8 +165,9 @@ class Program:
         model: str | None = None,
         configuration: Mapping[str, Any] | None = None,
     ) -> Path:
-        """`export` with a `report` that is made already, to a `path` that is as it is: `weights`,
-        `standalone`, `launcher`, `ranks` and `compiled` as there. Raises InputError as that does.
+        """`export` with a `report` that is made already (None: without one, for ranks that nobody
+        reads about), to a `path` that is as it is: `weights`, `standalone`, `launcher`, `ranks` and
+        `compiled` as there. Raises InputError as that does.
 
         `model` is the MODEL of the command line, `configuration` that of transformers."""
         from parcompiler.codegen.folder import export, texts
@@ -189,11 +190,13 @@ class Program:
             request = dataclasses.replace(request, weights=folder)
         files = {
             "plan.json": self.plan.to_json(),
-            "report.json": report.to_json(),
             REQUEST: json.dumps(request.to_data(), indent=2, sort_keys=True) + "\n",
         }
+        if report is not None:
+            files["report.json"] = report.to_json()
+        text = None if report is None else str(report)
         files |= texts(
-            self.lowered, self.plan.mesh.devices, str(report), standalone=standalone, launch=launch,
+            self.lowered, self.plan.mesh.devices, text, standalone=standalone, launch=launch,
             ranks=ranks, compiled=compiled,
         )  # fmt: skip
         return export(path, self.lowered, files, weights=weights is True, standalone=standalone)

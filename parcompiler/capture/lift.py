@@ -26,7 +26,13 @@ from parcompiler.graph import Graph, is_floating, tensors_of
 
 
 def lift(graph: Graph, dtype: torch.dtype) -> Graph:
-    """`graph` with every floating tensor and every floating cast in `dtype`; a new graph."""
+    """`graph` with every floating tensor and every floating cast in `dtype`; a new graph, which is
+    made once for all meshes and proofs."""
+    return graph.once(("lifted", dtype), lambda: _lift(graph, dtype))
+
+
+def _lift(graph: Graph, dtype: torch.dtype) -> Graph:
+    """Uncached body of `lift`."""
     lifted = copied(graph)
     swap = _swap(dtype)
 

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -83,7 +84,7 @@ def export(
 def texts(
     lowered: Lowered,
     devices: Sequence[str],
-    report: str,
+    report: str | None,
     *,
     standalone: bool,
     launch: Launch = TORCHRUN,
@@ -95,7 +96,7 @@ def texts(
     `main.py`, `README.md`, and what a cluster's launcher reads.
 
     `ranks` have a script under their own number; None: all, where there are at most MOST_SCRIPTS.
-    Layers are `compiled` unless a script is told otherwise.
+    Layers are `compiled` unless a script is told otherwise. A `report` of None is not in README.md.
     """
     grid = lowered.grid
     if ranks is None:
@@ -118,15 +119,21 @@ def texts(
             if rank in first
             else further_script(lowered, program)
         )
-    facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
+    facts = {"standalone": standalone, **_facts(lowered)}
+    facts["report"] = None if report is None else fenced(report)
     facts |= launch.facts(str(facts["model"]), grid.size, devices[0])
-    environment = Environment(
+    for name in ("main.py", "README.md", *([launch.file] if launch.file else [])):
+        files[name] = _templates().get_template(f"{name}.jinja").render(facts)
+    return files
+
+
+@cache
+def _templates() -> Environment:
+    """The templates, each of which is compiled once."""
+    return Environment(
         loader=PackageLoader("parcompiler.codegen"), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    for name in ("main.py", "README.md", *([launch.file] if launch.file else [])):
-        files[name] = environment.get_template(f"{name}.jinja").render(facts)
-    return files
 
 
 def _facts(lowered: Lowered) -> dict[str, object]:

@@ -106,7 +106,7 @@ def _on_shorter_rows(
         try:
             with steps(f"the model in float64, {double.sizes}, beside the ranks"):
                 variant = _with_short_rounds(program.on(materialised(graph, seed)))
-                path = variant.write(Path(folder) / "native", program.report(meshes=False))
+                path = variant.write(Path(folder) / "native", None)
                 job = _job(variant, path, _batches(variant, seed), seed, patience, compiled)
                 running = beside.submit(pool().run, job, variant.lowered.grid.size)
                 lifted = _trial(program, double.graph, seed, torch.float64, folder, compiled)
@@ -234,7 +234,7 @@ def _trial(
             raise
         raise _NoReference(str(error).splitlines()[0]) from error
     patience = PATIENCE + 30 * (time.perf_counter() - begin)
-    path = variant.write(Path(folder) / str(dtype), program.report(meshes=False))
+    path = variant.write(Path(folder) / str(dtype), None)
     job = _job(variant, path, batches, seed, patience, compiled)
     if graph.narrow == torch.float16:
         job = dataclasses.replace(job, scale=reference.scale)

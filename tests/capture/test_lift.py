@@ -102,6 +102,13 @@ def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
     assert torch.equal(found, wanted)
 
 
+def test_a_graph_is_lifted_once() -> None:
+    graph = capture(Wrapped(plain), {"x": rows(WIDTH)})
+    assert lift(graph, torch.float64) is lift(graph, torch.float64)
+    assert lift(graph, torch.float64) is not graph
+    assert lift(graph, torch.float32) is not lift(graph, torch.float64)
+
+
 def test_recorded_values_are_what_runs() -> None:
     graph = lift(capture(Wrapped(turned), {"x": rows(WIDTH)}), torch.float64)
     kinds = {str(n.meta["val"].dtype) for n in graph.fx_graph.nodes if n.op == "call_function"}

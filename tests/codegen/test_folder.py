@@ -185,6 +185,17 @@ def test_places_that_cannot_be_written_are_named(
     assert contents(tmp_path) == before
 
 
+def test_ranks_alone_need_no_report(program: pc.Program, tmp_path: Path) -> None:
+    out = program.export(tmp_path / "out")
+    bare = program.write(tmp_path / "bare", None)
+    assert {path.name for path in out.iterdir()} - {path.name for path in bare.iterdir()} == {
+        "report.json"
+    }
+    whole, text = ((path / "README.md").read_text() for path in (out, bare))
+    assert whole.startswith(f"{text.rstrip()}\n\n## Report\n\n```\n")
+    assert all(path.read_bytes() == (out / path.name).read_bytes() for path in bare.glob("*.py"))
+
+
 def test_an_empty_folder_is_filled(program: pc.Program, tmp_path: Path) -> None:
     assert pc.load(program.export(tmp_path)).plan == program.plan
 
