@@ -32,6 +32,7 @@ from parcompiler.runtime.collective_queue import (
 )
 from parcompiler.runtime.compression import DTYPES, scattered, sum_in_order
 from parcompiler.runtime.joining import backend_of
+from parcompiler.runtime.parcels import nbytes, packed, parcels, unpacked
 from parcompiler.runtime.program import RankProgram, Value
 
 # Gloo matches messages of two ranks by their tag, so that those of different calls never meet; for
@@ -328,21 +329,30 @@ class Channels:
     ) -> Iterator[tuple[Any, torch.Tensor]]:
         """On rank 0 the tensors of all ranks, on the CPU and rank by rank, each with what is said
         of it (JSON-able); nothing elsewhere. A collective of all ranks."""
-        kinds = [[fact, list(t.shape), str(t.dtype).removeprefix("torch.")] for fact, t in items]
-        texts = self.gather_texts(json.dumps(kinds))
-        for _, tensor in items if self._rank else ():
-            if tensor.numel():
-                self.send_now(in_memory(tensor.detach().to(self.device)), 0)
+        own = [tensor.detach() for _, tensor in items]
+        told = [[fact, [*t.shape], str(t.dtype).removeprefix("torch.")] for fact, t in items]
+        texts = self.gather_texts(json.dumps(told))
+        for some in parcels([t.numel() * t.itemsize for t in own]) if self._rank else ():
+            row = packed([own[k].to(self.device) for k in some])
+            if row.numel():
+                self.send_now(row, 0)
         for source, text in enumerate(() if self._rank else texts):
-            for k, (fact, shape, dtype) in enumerate(json.loads(text)):
-                tensor = (
-                    items[k][1].detach()
-                    if source == 0
-                    else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-                )
-                if source and tensor.numel():
-                    self.receive_now(tensor, source)
-                yield fact, tensor.cpu()
+            rows = json.loads(text)
+            kinds = [(shape, getattr(torch, name)) for _, shape, name in rows]
+            tensors = self._parts(kinds, source) if source else (tensor.cpu() for tensor in own)
+            yield from zip((fact for fact, *_ in rows), tensors, strict=True)
+
+    def _parts(
+        self, kinds: Sequence[tuple[list[int], torch.dtype]], source: int
+    ) -> Iterator[torch.Tensor]:
+        """The tensors of these shapes and dtypes that another rank sends, on the CPU."""
+        sizes = [nbytes(*kind) for kind in kinds]
+        for some in parcels(sizes):
+            size = sum(sizes[k] for k in some)
+            row = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if size:
+                self.receive_now(row, source)
+            yield from unpacked(row.cpu(), [kinds[k] for k in some])
 
     def send_now(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a tensor that no instruction names, and wait until it is out."""
