@@ -1,9 +1,11 @@
 """Architectures that nothing was written for compute over pipeline ranks what they compute alone.
 
-The ordinary suite takes a few that stress different things; the sweep takes all.
+The ordinary suite takes a few that stress different things; the sweep takes all, also on tensor,
+context and data ranks.
 """
 
 import re
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,31 @@ def test_a_chosen_architecture_equals_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_every_architecture_equals_one_process(name: str) -> None:
     check(name, 2, 4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"context": 2}, {}),
+        ({"tensor": 2, "pipeline": 2}, {}),
+        ({"data": 2, "tensor": 2}, {"zero": 3}),
+    ],
+)
+def test_every_architecture_equals_one_process_on_other_axes(
+    name: str, degrees: dict[str, int], options: dict[str, Any]
+) -> None:
+    model, inputs, loss = build(name)  # which never ran: it is captured in its first forward
+    mesh = pc.Mesh(**degrees)
+    try:
+        program = pc.compile(model, mesh, inputs, loss=loss, microbatches=3, **options)
+    except pc.InputError as error:
+        assert "context" in degrees, error
+        assert "does not divide" in str(error), error  # images have no rows to divide
+        return
+    verification = program.verify()
+    assert verification.ok, str(verification)
 
 
 @pytest.mark.parametrize("name", REFUSED)
