@@ -297,6 +297,10 @@ def test_a_hook_that_a_forward_registers_is_refused_with_its_line() -> None:
 SEEN = ContextVar[list[torch.Tensor]]("seen")
 
 
+def see(module: nn.Module, args: Any, made: torch.Tensor) -> None:
+    SEEN.get().append(made)
+
+
 class Recording(nn.Module):
     """The first forward hooks a layer, as those of transformers do; all return what it has seen."""
 
@@ -306,7 +310,7 @@ class Recording(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "hooked"):
-            self.layer.register_forward_hook(lambda module, args, made: SEEN.get().append(made))
+            self.layer.register_forward_hook(see)
             self.hooked = True
         SEEN.set([])
         self.head(self.layer(x))
