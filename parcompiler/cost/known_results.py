@@ -79,8 +79,8 @@ def _form(value: Any) -> Hashable:
 
 
 def _is_new(found: Any, operands: Any) -> bool:
-    """Whether results are tensors, or None, that fill memory of their own."""
-    items = found if isinstance(found, list | tuple) else [found]
+    """Whether a result, or a tuple of them, is tensors or None that fill memory of their own."""
+    items = found if isinstance(found, tuple) else [found]
     tensors = [item for item in items if item is not None]
     if not all(isinstance(item, torch.Tensor) and _fills(item) for item in tensors):
         return False
@@ -101,10 +101,13 @@ def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _forms(found: Any) -> Form | list[Form | None] | None:
-    """The forms of results."""
-    if isinstance(found, torch.Tensor):
-        return found.shape, found.stride(), found.dtype
-    return None if found is None else [_forms(item) for item in found]  # type: ignore[misc]
+    """The forms of one result, or of a tuple of them."""
+    return list(map(_layout, found)) if isinstance(found, tuple) else _layout(found)
+
+
+def _layout(tensor: torch.Tensor | None) -> Form | None:
+    """The form of a result, if there is one."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _made(forms: Any) -> Any:

@@ -107,14 +107,13 @@ class Incumbent:
 @dataclass(slots=True)
 class Unweighed:
     """A mesh that is not planned, the seconds that no plan of it is below, and why; and whether a
-    plan alone says more, or else what is known of even stages. Whether it was planned in vain."""
+    plan alone says more, or else what is known of even stages."""
 
     candidate: Candidate
     bound: float
     why: str = WORK
     is_sharp: bool = False
     even: LeastStep | None = None
-    in_vain: bool = False
 
 
 class MeshSearch:
@@ -402,7 +401,7 @@ class MeshSearch:
         """Plan a mesh, as far as that may be the answer."""
         candidate, problem = item.candidate, self._problem(item.candidate)
         below = self._needed(candidate)
-        if not self.planned and self._evenly and not item.in_vain:
+        if not self.planned and self._evenly and item.why != SCHEDULES:  # not tried in vain yet
             below = FIRST * self._lowest()
         try:
             with self.observer(self._title("plan of", candidate)):
@@ -414,7 +413,7 @@ class MeshSearch:
             return
         except PlanError as error:
             if below < math.inf:
-                item.bound, item.why, item.in_vain = below, SCHEDULES, True
+                item.bound, item.why = below, SCHEDULES
             else:  # nothing fits, or the passes found nothing that does
                 self._close(item, first_line(error))
             return

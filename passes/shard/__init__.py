@@ -24,7 +24,7 @@ sharding with least memory is taken, and the stage pass says what is missing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -63,8 +63,9 @@ class ShardPass(Pass):
             return plan
         if plan.sharding is not None:
             return plan
-        # The vocabulary's method changes nothing of it.
-        chosen = problem.once(("sharding", self.part), lambda: decided(problem, self.part))
+        # The vocabulary's method changes nothing of it, nor whether blocks are offloaded.
+        kept = problem.selectively(problem.selective)
+        chosen = kept.once(("sharding", self.part), lambda: decided(kept, self.part))
         return dataclasses.replace(plan, sharding=chosen)
 
 
@@ -75,21 +76,9 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     other.
     """
     pins = pinning.read(problem.options.sharding, problem.graph)
-    candidates, states = _candidates(problem, pins), _states(problem)
-    budgets = tuple(_budgets(problem, part))
-
-    def find() -> Sharding:
-        built, answer = _fitting(candidates, pins, states, budgets)
-        return sharding(candidates, built, answer, problem.mesh.pipeline)
-
-    # Whether blocks are offloaded, say, changes nothing of it.
-    costs = tuple(states.values())
-    return problem.graph.once(("sharding", *_key(problem), budgets, costs), find)
-
-
-def _key(problem: Problem) -> tuple[object, ...]:
-    """What the choices of a graph's nodes depend on."""
-    return repr(problem.options.sharding), problem.slowest_device, problem.mesh.tensor
+    candidates = _candidates(problem, pins)
+    built, answer = _fitting(problem, candidates, pins, part)
+    return sharding(candidates, built, answer, problem.mesh.pipeline)
 
 
 def _candidates(problem: Problem, pins: Pins) -> Candidates:
@@ -99,20 +88,20 @@ def _candidates(problem: Problem, pins: Pins) -> Candidates:
     def find() -> Candidates:
         return Candidates(fold(graph, pins.text), ShardCosts(graph, device, ranks))
 
-    return graph.once(("candidates", *_key(problem)), find)
+    return graph.once(("candidates", repr(problem.options.sharding), device, ranks), find)
 
 
 def _fitting(
-    candidates: Candidates,
-    pins: Pins,
-    states: Mapping[str, StateCost],
-    budgets: Iterable[MemoryBudget],
+    problem: Problem, candidates: Candidates, pins: Pins, part: float
 ) -> tuple[BuiltProgramme, Answer]:
-    """The fastest that fits one of the budgets, the first that anything fits; if nothing fits any,
-    the smallest."""
+    """The fastest that fits; if none does, with blocks recomputed, and in all the memory; if none
+    does, the smallest."""
+    states = _states(problem)
+    wanted = problem.options.recompute
     built: BuiltProgramme | None = None
-    for budget in budgets:
-        built = build(candidates, pins, states, budget)
+    tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(str(wanted), (False, True))
+    for filled, recomputed in (*((part, again) for again in tries), (1.0, tries[-1])):
+        built = build(candidates, pins, states, _budget(problem, filled, recomputed=recomputed))
         with suppress(InfeasibleError):
             return built, decide(built.programme)
     assert built is not None
@@ -135,14 +124,6 @@ def _states(problem: Problem) -> dict[str, StateCost]:
         update = (2 * each - item.dtype.itemsize) / bandwidth if trains else 0.0
         costs[item.name] = StateCost(each, update)
     return costs
-
-
-def _budgets(problem: Problem, part: float) -> Iterator[MemoryBudget]:
-    """A part of the memory, then with blocks recomputed, then all of it."""
-    wanted = str(problem.options.recompute)
-    tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(wanted, (False, True))
-    for filled, recomputed in (*((part, again) for again in tries), (1.0, tries[-1])):
-        yield _budget(problem, filled, recomputed=recomputed)
 
 
 def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:

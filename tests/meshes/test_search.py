@@ -107,6 +107,22 @@ def test_the_best_mesh_is_that_of_compiling_for_every_mesh(
     check_told(found.plan.meshes, every)
 
 
+@pytest.mark.parametrize(("config", "cluster", "microbatches", "options"), CASES[-1:])
+def test_first_plans_that_are_all_refused_are_made_after_all(
+    config: gpt.Config,
+    cluster: pc.Cluster,
+    microbatches: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = captured(config)
+    before = pc.compile(model, cluster, microbatches=microbatches, **options)
+    monkeypatch.setattr("parcompiler.meshes.FIRST", 1.0)
+    after = pc.compile(model, cluster, microbatches=microbatches, **options)
+    assert after.problem.mesh == before.problem.mesh
+    assert after.simulate().step_time == before.simulate().step_time
+
+
 def check_answer(found: pc.Program, every: list[Found]) -> None:
     """The mesh is the plainest of which a plan takes at most MARGIN longer than any, and so is its
     plan; what is fastest beside it is named."""

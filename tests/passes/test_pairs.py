@@ -117,5 +117,7 @@ def test_no_runs_of_a_v_have_a_faster_slowest_rank_than_is_said() -> None:
             busy(task, tuple(sum(i >= cut for cut in cuts) for i in range(count))) for cuts in ends
         )
         assert 0.99 * least <= slowest_pair(task) <= least
+        assert slowest_pair(task, known=least) == 0
+        assert slowest_pair(task, known=least - 1) in (0, slowest_pair(task))
         other = DivisionTask(loads, [], shaped("interleaved", ranks), 4, held, [1.0] * ranks)
         assert slowest_pair(other) == 0
