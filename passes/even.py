@@ -39,6 +39,7 @@ MANY = 4  # micro-batches for each rank
 UNEVEN = 0.99  # of an even step with MANY: in 180 random cases uneven stages took 0.992 at least
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
 FULL = 2  # micro-batches for each rank, with which every rank holds as much as with more
+SOON_FULL = ("1f1b", "zb-h1", "v-half", "v-min")  # schedules where (about) one each is enough
 SMALL, PERIOD = 12, 12  # ranks: steps of more grow evenly with these
 # share by which such a step may be too long
 UNSURE: dict[str | None, float] = {"v-half": 0.005, "v-min": 0.005}
@@ -167,7 +168,8 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
 
     def find() -> Packed:
         few = _few(plan, STEADY)
-        fullest = plan if plan.schedule == "gpipe" else _few(plan, FULL)  # which keeps all
+        rounds = 1 if plan.schedule in SOON_FULL else FULL
+        fullest = plan if plan.schedule == "gpipe" else _few(plan, rounds)  # which keeps all
         trial = as_asked(problem, fullest, level)
         priced = problem.recomputing(level, trial.recompute or ())
         task = division_task(problem, trial, level)

@@ -16,8 +16,8 @@ none. What is ready when is found by running all ranks with f = b = w.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 from parcompiler.instruction import Kind
 from parcompiler.schedules.action import (
@@ -26,6 +26,8 @@ from parcompiler.schedules.action import (
     backward_input,
     backward_weight,
 )
+
+FORWARD, INPUT = Kind.FORWARD, Kind.BACKWARD_INPUT
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -44,73 +46,64 @@ def v_stages(rank: int, ranks: int) -> tuple[int, int]:
 
 def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
     """Whole orders from those up to the last forward of each rank."""
-    size = len(heads)
-    ranks = [_VRank(head, v_stages(r, size), microbatches) for r, head in enumerate(heads)]
-    ended = {kind: [0] * (2 * size) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)}
-    while any(rank.unfinished for rank in ranks):
-        slot = [action for rank in ranks if (action := rank.take(ended)) is not None]
-        assert slot, f"ranks wait for each other after {ended}"
+    ranks = len(heads)
+    # micro-batches that ended in the stage before; the first stage waits for none
+    forwards = [microbatches] + [0] * (2 * ranks)
+    inputs = [0] * (2 * ranks) + [microbatches]  # that have ended in a stage itself
+    orders: list[list[Action]] = [[] for _ in heads]
+    running = [
+        (order, _actions(head, v_stages(r, ranks), microbatches, forwards, inputs))
+        for r, (order, head) in enumerate(zip(orders, heads, strict=True))
+    ]
+    left = 3 * microbatches * 2 * ranks
+    while left:
+        slot = []
+        for order, actions in running:
+            if (action := next(actions)) is not None:
+                order.append(action)
+                slot.append(action)
+        assert slot, f"ranks wait for each other after {forwards} and {inputs}"
+        left -= len(slot)
         for kind, stage, _ in slot:
-            if kind in ended:
-                ended[kind][stage] += 1
-    return tuple(tuple(rank.order) for rank in ranks)
+            if kind is FORWARD:
+                forwards[stage + 1] += 1
+            elif kind is INPUT:
+                inputs[stage] += 1
+    return tuple(map(tuple, orders))
 
 
-Ended = Mapping[Kind, Sequence[int]]  # of each stage the micro-batches that ended, from the first
+def _actions(
+    head: Sequence[Action],
+    stages: tuple[int, int],
+    microbatches: int,
+    forwards: Sequence[int],
+    inputs: Sequence[int],
+) -> Iterator[Action | None]:
+    """What a rank does in each slot, given what has ended before it; None where it waits.
 
-
-class _VRank:
-    """What one rank has done and has left to do."""
-
-    def __init__(self, head: Sequence[Action], stages: tuple[int, int], microbatches: int) -> None:
-        self.order: list[Action] = []
-        self.head, self.at = head, 0
-        again = [a for a in head if a.kind is Kind.BACKWARD_INPUT]
-        done = len(head) - len(again) - sum(a.kind is Kind.FORWARD for a in head)
-        begun = Counter(a.stage for a in again)
-        self.inputs = [
-            deque(backward_input(j, i) for i in range(begun[j], microbatches)) for j in stages
-        ]
-        # the head does gradients of weights in the order of those of inputs
-        self.weights = deque(map(_weight, again[done:]))
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is something left to do."""
-        return bool(self.at < len(self.head) or any(self.inputs) or self.weights)
-
-    def take(self, ended: Ended) -> Action | None:
-        """Do one thing that can be done once so much has ended, if there is one."""
-        action = self._choose(ended)
-        if action is not None:
-            self.order.append(action)
-        return action
-
-    def _choose(self, ended: Ended) -> Action | None:
-        """What the head says; behind it inputs before weights."""
-        if self.at < len(self.head):
-            action = self.head[self.at]
-            if not _ready(action, ended):
-                return None
-            self.at += 1
-            return action
-        for waiting in self.inputs:
-            if waiting and _ready(waiting[0], ended):
-                self.weights.append(_weight(waiting[0]))
-                return waiting.popleft()
-        return self.weights.popleft() if self.weights else None
-
-
-def _ready(action: Action, ended: Ended) -> bool:
-    """Whether what an action needs of other stages has ended."""
-    kind, stage, microbatch = action
-    if kind is Kind.BACKWARD_WEIGHT:
-        return True
-    own = ended[kind]
-    before = stage - 1 if kind is Kind.FORWARD else stage + 1
-    return not 0 <= before < len(own) or own[before] > microbatch
-
-
-def _weight(action: Action) -> Action:
-    """The gradients of weights that an input backward leaves for later."""
-    return backward_weight(action.stage, action.microbatch)
+    First what the head says, whose gradients of weights are in the order of those of inputs; then
+    inputs before weights.
+    """
+    begun, weights = dict.fromkeys(stages, 0), deque[Action]()
+    for action in head:
+        kind, stage, i = action
+        if kind is FORWARD:
+            while forwards[stage] <= i:
+                yield None
+        elif kind is INPUT:
+            while inputs[stage + 1] <= i:
+                yield None
+            begun[stage] += 1
+            weights.append(backward_weight(stage, i))
+        else:
+            weights.popleft()
+        yield action
+    while True:
+        for stage, i in begun.items():
+            if i < microbatches and i < inputs[stage + 1]:
+                begun[stage] += 1
+                weights.append(backward_weight(stage, i))
+                yield backward_input(stage, i)
+                break
+        else:
+            yield weights.popleft() if weights else None

@@ -30,15 +30,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from parcompiler.instruction import Kind
-from parcompiler.schedules.action import (
-    Action,
-    Orders,
-    backward_input,
-    backward_weight,
-    forward,
-)
-from parcompiler.schedules.v_shape import finish, v_stages
+from parcompiler.schedules.action import Action, Orders, backward_weight
+from parcompiler.schedules.v_shape import FORWARD, INPUT, finish, v_stages
 
 PERIOD = 6  # slots
 
@@ -75,31 +68,19 @@ def _by_slot(slots: Callable[[int, int], Slots], ranks: int, microbatches: int) 
 
 def _head(slots: Slots, stages: tuple[int, int], microbatches: int) -> Iterator[Action]:
     """What a rank does up to its last forward: slots as they are taken, weights in free ones."""
-    taken = _taken(slots, stages, microbatches)
+    first, second = stages
+    what = (FORWARD, first), (FORWARD, second), (INPUT, second), (INPUT, first)
+    steps = zip(slots, what, strict=True)
+    taken = {slot % PERIOD: (slot, kind, stage) for slot, (kind, stage) in steps}
+    assert len(taken) == len(slots), f"steps meet modulo {PERIOD}: {slots}"
+    never = PERIOD * microbatches + max(slots), FORWARD, first
     weights: deque[Action] = deque()
     for slot in range(slots[1] + PERIOD * (microbatches - 1) + 1):
-        if slot in taken:
-            action = taken[slot]
-            yield action
-            if action.kind is Kind.BACKWARD_INPUT:
-                weights.append(backward_weight(action.stage, action.microbatch))
+        begin, kind, stage = taken.get(slot % PERIOD, never)
+        i = (slot - begin) // PERIOD
+        if 0 <= i < microbatches:
+            yield Action(kind, stage, i)
+            if kind is INPUT:
+                weights.append(backward_weight(stage, i))
         elif weights:
             yield weights.popleft()
-
-
-def _taken(slots: Slots, stages: tuple[int, int], microbatches: int) -> dict[int, Action]:
-    """What a rank does in each slot, gradients of weights left out."""
-    first, second = stages
-    steps = (
-        (forward, first),
-        (forward, second),
-        (backward_input, second),
-        (backward_input, first),
-    )
-    taken = {
-        slot + PERIOD * i: make(stage, i)
-        for slot, (make, stage) in zip(slots, steps, strict=True)
-        for i in range(microbatches)
-    }
-    assert len(taken) == len(steps) * microbatches, f"steps meet modulo {PERIOD}: {slots}"
-    return taken
