@@ -188,7 +188,7 @@ class Priced:
             for block, cost in zip(self.cut.blocks, self.costs, strict=True)
         )
 
-    @property
+    @cached_property
     def _largest_copy(self) -> int:
         """Bytes of the largest copy, which may be on its way while another block computes."""
         pairs = zip(self.cut.blocks, self.costs, strict=True)

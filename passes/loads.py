@@ -32,10 +32,14 @@ def data(
 
     def find() -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
         priced = problem.recomputing(level, recompute)
-        loads = _loads(problem, priced, versions=versions, left=left)
+        if left and any(priced.later):  # schedules differ in this alone
+            loads, flows = data(problem, level, versions=versions, recompute=recompute)
+            pairs = zip(loads, priced.later, strict=True)
+            return tuple(load.holding(left * size) for load, size in pairs), flows
+        loads = tuple(_loads(problem, priced, versions=versions))
         flows = problem.once(("flows", level), lambda: tuple(_flows(problem, priced)))
         assert priced.cut is problem.priced(level).cut, "recomputation cuts no block"
-        return tuple(loads), flows
+        return loads, flows
 
     return problem.once(key, find)
 
@@ -48,7 +52,7 @@ def data_under(
     return data(problem, level, versions=versions, recompute=recompute, left=left(plan))
 
 
-def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> Iterator[Load]:
+def _loads(problem: Problem, priced: Priced, *, versions: bool) -> Iterator[Load]:
     """One load for each block; shared tensors and constants count once on each rank."""
     blocks = priced.cut.blocks
     names = [sorted({binding.name for binding in block.tensors}) for block in blocks]
@@ -61,7 +65,7 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
         times = tuple(one.forward[b] + one.backward[b] for one in priced.ranks)
         yield Load(
             seconds=min(times, default=priced.forward[b] + priced.backward[b]),
-            resident=sum(map(problem.state_bytes, own)) - weights + left * priced.later[b],
+            resident=sum(map(problem.state_bytes, own)) - weights,
             saved=priced.saved[b] + weights,
             moment=priced.moments[b] + passing[b],
             shared=tuple(

@@ -28,6 +28,11 @@ class Load:
     moment: int = 0
     by_rank: tuple[float, ...] = ()
 
+    def holding(self, more: int) -> Load:
+        """The load with so many resident bytes more."""
+        resident = self.resident + more
+        return Load(self.seconds, resident, self.saved, self.shared, self.moment, self.by_rank)
+
     def on(self, rank: int) -> float:
         """Seconds on a rank."""
         return self.by_rank[rank] if self.by_rank else self.seconds
