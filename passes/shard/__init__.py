@@ -34,7 +34,13 @@ from parcompiler.passes.base import Pass
 from parcompiler.passes.shard import pins as pinning
 from parcompiler.passes.shard.candidates import Candidates
 from parcompiler.passes.shard.ilp import Answer, decide
-from parcompiler.passes.shard.ilp_builder import BuiltProgramme, MemoryBudget, StateCost, build
+from parcompiler.passes.shard.ilp_builder import (
+    BuiltProgramme,
+    MemoryBudget,
+    SavedValues,
+    StateCost,
+    build,
+)
 from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
 from parcompiler.passes.shard.plan_entries import assignment, check, sharding
@@ -138,8 +144,8 @@ def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
         in_flight = options.microbatches
     each = sum(problem.memories) / mesh.pipeline  # all ranks together hold the model
     free = each * part - problem.bucket_bytes
-    selective = problem.selective and not recomputed
-    return MemoryBudget(max(1.0, free), mesh.pipeline, in_flight, recomputed, selective)
+    saved = SavedValues(recomputed, problem.selective and not recomputed)
+    return MemoryBudget(max(1.0, free), mesh.pipeline, in_flight, saved)
 
 
 def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, StateCost]) -> str:

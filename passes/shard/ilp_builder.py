@@ -49,15 +49,22 @@ GATHERS = frozenset({("S", "R"), ("S", "I")})  # kinds of types between which pi
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes on each rank, ranks of the pipeline, micro-batches in flight on a rank.
+    """Bytes on each rank, ranks of the pipeline, micro-batches in flight on a rank; and what is
+    saved of each."""
+
+    nbytes: float
+    stages: int
+    in_flight: int
+    saved: SavedValues
+
+
+class SavedValues(NamedTuple):
+    """What counts as saved for the backward.
 
     `recomputed` says that blocks are recomputed, and save no more than their inputs. With
     `selective` recomputation cheap operators run again, and nothing of them is saved.
     """
 
-    nbytes: float
-    stages: int
-    in_flight: int
     recomputed: bool = False
     selective: bool = False
 
@@ -72,11 +79,23 @@ class StateCost(NamedTuple):
 
 @dataclass(frozen=True)
 class BuiltProgramme:
-    """The programme, and what its decisions are about: groups of nodes, then tensors."""
+    """The programme, and what its decisions are about: groups of nodes, then tensors. Its bytes are
+    those of each of so many micro-batches in flight."""
 
     programme: Programme
     groups: tuple[NodeGroup, ...]
     tensors: Mapping[TensorGroup, tuple[Placement, ...]]
+    in_flight: int
+
+
+class _Form(NamedTuple):
+    """What the programme has whatever tensors cost: decisions of groups of nodes, how tensors may
+    be held, edges, shared costs."""
+
+    groups: tuple[Decision, ...]
+    tensors: Mapping[TensorGroup, tuple[Placement, ...]]
+    edges: tuple[Edge, ...]
+    shared: tuple[SharedCost, ...]
 
 
 def build(
@@ -85,13 +104,47 @@ def build(
     states: Mapping[str, StateCost],
     memory: MemoryBudget | None,
 ) -> BuiltProgramme:
-    """The programme of a folded graph; `states` say what elements of its tensors cost, if known."""
-    builder = _ProgrammeBuilder(candidates, pins, states, memory)
-    builder.add_edges()
-    decisions, shared = tuple(builder.decisions()), tuple(builder.shared_costs())
-    budget = None if memory is None else memory.nbytes * memory.stages
-    programme = Programme(decisions, tuple(builder.edges), shared, budget)
-    return BuiltProgramme(programme, candidates.groups, builder.tensors)
+    """The programme of a folded graph; `states` say what elements of its tensors cost, if known.
+
+    Its bytes are those of each micro-batch in flight, so that all but the costs of tensors is the
+    same for every mesh with so many tensor ranks.
+    """
+    saved = None if memory is None else memory.saved
+    key = saved, tuple((name, pins.placements[name]) for name in pins.matches)
+    form = candidates.once(key, lambda: _ProgrammeBuilder(candidates, pins, saved).form())
+    part = 0.0 if memory is None else 1 / memory.in_flight
+    budget = None if memory is None else memory.nbytes * memory.stages * part
+    tensors = (
+        _held(tensor, types, states, candidates.costs.n, part)
+        for tensor, types in form.tensors.items()
+    )
+    decisions = *form.groups, *tensors, Decision("loss", (0.0,), (0.0,))
+    programme = Programme(decisions, form.edges, form.shared, budget)
+    in_flight = 1 if memory is None else memory.in_flight
+    return BuiltProgramme(programme, candidates.groups, form.tensors, in_flight)
+
+
+def _held(
+    tensor: TensorGroup,
+    types: Sequence[Placement],
+    states: Mapping[str, StateCost],
+    ranks: int,
+    part: float,
+) -> Decision:
+    """How the tensors of a group are held on a rank, with so large a part of their bytes."""
+    alike = Counter((x.shape, states.get(x.name, StateCost(0.0))) for x in tensor.items)
+
+    def cost(placement: Placement) -> StateCost:
+        nbytes, seconds = 0.0, 0.0
+        for (shape, each), count in alike.items():
+            on_rank = count * share(shape, placement, ranks)
+            nbytes += each.nbytes * math.prod(shape) * on_rank
+            seconds += each.seconds * math.prod(shape) * on_rank + WHOLE * on_rank
+        return StateCost(nbytes * part, seconds)
+
+    costs = list(map(cost, types))
+    seconds, nbytes = tuple(c.seconds for c in costs), tuple(c.nbytes for c in costs)
+    return Decision(tensor.items[0].name, seconds, nbytes)
 
 
 class _EdgeStart(NamedTuple):
@@ -129,21 +182,15 @@ class _SharedConversions:
 
 
 class _ProgrammeBuilder:
-    """The programme while it is put together."""
+    """The programme of one micro-batch in flight while it is put together; `saved` is None where
+    memory does not count."""
 
-    def __init__(
-        self,
-        candidates: Candidates,
-        pins: Pins,
-        states: Mapping[str, StateCost],
-        memory: MemoryBudget | None,
-    ) -> None:
+    def __init__(self, candidates: Candidates, pins: Pins, saved: SavedValues | None) -> None:
         self.candidates = candidates
         self.folded = candidates.folded
         self.costs = candidates.costs
         self.pins = pins
-        self.states = states
-        self.memory = memory
+        self.saved = saved
         self.edges: list[Edge] = []
         self.conversions: dict[tuple[object, ...], _SharedConversions] = {}
         self.number = {
@@ -158,9 +205,15 @@ class _ProgrammeBuilder:
         self.saved_by: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         self.saved_inside: set[fx.Node] = set()
         graph, blocks = self.folded.graph, [one.first for one in self.folded.templates]
-        is_selective = memory is not None and memory.selective
+        is_selective = saved is not None and saved.selective
         again = (running_again(graph, block) for block in blocks if is_selective)
         self.again: frozenset[fx.Node] = frozenset[fx.Node]().union(*again)
+
+    def form(self) -> _Form:
+        """All of it."""
+        self.add_edges()
+        groups, shared = tuple(self.decisions()), tuple(self.shared_costs())
+        return _Form(groups, self.tensors, tuple(self.edges), shared)
 
     @cached_property
     def tensors(self) -> dict[TensorGroup, tuple[Placement, ...]]:
@@ -184,7 +237,7 @@ class _ProgrammeBuilder:
     # Decisions
 
     def decisions(self) -> Iterator[Decision]:
-        """The groups of nodes, the tensors, and who reads the loss."""
+        """The groups of nodes."""
         for group in self.candidates.groups:
             count = self._count(group.members[0].node)
             seconds, nbytes = (
@@ -192,11 +245,6 @@ class _ProgrammeBuilder:
                 for cost in (self._seconds, self._saved_besides)
             )
             yield Decision(group.name, seconds, nbytes)
-        for tensor, types in self.tensors.items():
-            costs = [self._state(tensor, placement) for placement in types]
-            seconds, nbytes = tuple(c.seconds for c in costs), tuple(c.nbytes for c in costs)
-            yield Decision(tensor.items[0].name, seconds, nbytes)
-        yield Decision("loss", (0.0,), (0.0,))
 
     def _count(self, node: fx.Node) -> int:
         """The number of blocks that a node stands for."""
@@ -206,23 +254,13 @@ class _ProgrammeBuilder:
         return self.costs.strategy_seconds(member.call, member.work, strategy)
 
     def _saved_besides(self, member: NodeChoices, strategy: Strategy) -> float:
-        """Bytes that a node saves besides operands and results, of the micro-batches in flight."""
-        if self.memory is None or self.memory.recomputed or member.node in self.again:
+        """Bytes that a node saves besides operands and results."""
+        if self.saved is None or self.saved.recomputed or member.node in self.again:
             return 0.0
         if not member.call.result_shapes:  # a size that is read off a tensor
             return 0.0
         part = share(member.call.result_shapes[0], strategy.outputs[0], self.costs.n)
-        return member.work.saved_besides * part * self.memory.in_flight
-
-    def _state(self, tensor: TensorGroup, placement: Placement) -> StateCost:
-        """Costs of the tensors of a group on a rank."""
-        nbytes, seconds = 0.0, 0.0
-        alike = Counter((x.shape, self.states.get(x.name, StateCost(0.0))) for x in tensor.items)
-        for (shape, each), count in alike.items():
-            part = count * share(shape, placement, self.costs.n)
-            nbytes += each.nbytes * math.prod(shape) * part
-            seconds += each.seconds * math.prod(shape) * part + WHOLE * part
-        return StateCost(0.0 if self.memory is None else nbytes, seconds)
+        return member.work.saved_besides * part
 
     # Edges
 
@@ -259,8 +297,8 @@ class _ProgrammeBuilder:
                     self._connect(make(source, reader, place), reader, place, times, number)
         elif node in self.number and self.number[node] != self.number[reader.node]:
             self._connect(self._made(node, reader, place), reader, place, count, number)
-        elif self.memory is not None and node in reader.work.saves:
-            if node in self.number and not self.memory.recomputed:
+        elif self.saved is not None and node in reader.work.saves:
+            if node in self.number and not self.saved.recomputed:
                 self.saved_inside.add(self._base(node))
 
     def _made(self, node: fx.Node, reader: NodeChoices, place: int) -> _EdgeStart:
@@ -330,9 +368,9 @@ class _ProgrammeBuilder:
         self, source: _EdgeStart, reader: NodeChoices, operand: fx.Node, number: int, count: int
     ) -> bool:
         """Whether a reader saves a value; a block that is recomputed saves its inputs."""
-        if self.memory is None:
+        if self.saved is None:
             return False
-        if not self.memory.recomputed:
+        if not self.saved.recomputed:
             return operand in reader.work.saves
         template = self.folded.templates[number]
         return source.node not in template.first.nodes or count != len(template.blocks)
@@ -367,26 +405,26 @@ class _ProgrammeBuilder:
                 once = self.costs.conversion_seconds(*pair, nbytes, carries=carries)
                 if once and pair[0] != pair[1]:
                     yield SharedCost(events, shared.count * once)
-        if self.memory is None:
+        if self.saved is None:
             return
         for base in self.candidates.nodes:
-            yield from self._saved_as_made(base, self.memory)
+            yield from self._saved_as_made(base, self.saved)
         for shared in self.conversions.values():
             for (a, t), events in _by_pair(shared.saving, self.edges).items():
-                is_gathered_again = self.memory.selective and (a.kind, t.kind) in GATHERS
+                is_gathered_again = self.saved.selective and (a.kind, t.kind) in GATHERS
                 if is_gathered_again and shared.again:
                     continue  # and what is gathered is made again
                 if not _is_same_memory(a, t):
                     saved_form = a if is_gathered_again else t
-                    saved = self._in_flight(shared.count * shared.nbytes, saved_form)
+                    saved = self._on_rank(shared.count * shared.nbytes, saved_form)
                     yield SharedCost(events, 0.0, saved)
 
-    def _saved_as_made(self, base: fx.Node, memory: MemoryBudget) -> Iterator[SharedCost]:
+    def _saved_as_made(self, base: fx.Node, saved: SavedValues) -> Iterator[SharedCost]:
         """The memory that a node makes, where it, or one who reads it or a view, saves it."""
         if base in self.again:
             return
         member, number = self.candidates.nodes[base], self.number[base]
-        saves_itself = member.work.saves_result and not memory.recomputed
+        saves_itself = member.work.saves_result and not saved.recomputed
         for result, value in enumerate(member.call.results):
             by_type: dict[Placement, set[int]] = {}
             for choice, made in enumerate(self.candidates.groups[number].types(base, result)):
@@ -399,14 +437,12 @@ class _ProgrammeBuilder:
                     if result == 0 or node is base:
                         events += _read_as_made(self.edges[edge], edge, choices)
                 if events:
-                    nbytes = self._in_flight(self._count(base) * nbytes_of(value), placement)
+                    nbytes = self._on_rank(self._count(base) * nbytes_of(value), placement)
                     yield SharedCost(tuple(dict.fromkeys(events)), 0.0, nbytes)
 
-    def _in_flight(self, nbytes: int, placement: Placement) -> float:
-        """Bytes of values of that type on a rank, for the micro-batches in flight."""
-        assert self.memory is not None
-        part = 1 / self.costs.n if placement.kind == "S" else 1.0
-        return nbytes * part * self.memory.in_flight
+    def _on_rank(self, nbytes: int, placement: Placement) -> float:
+        """Bytes of values of that type on a rank."""
+        return nbytes / self.costs.n if placement.kind == "S" else float(nbytes)
 
     def _base(self, node: fx.Node) -> fx.Node:
         """The node whose memory a value lies in, as far as its group goes."""

@@ -55,7 +55,7 @@ def sharding(
             for template in folded.templates
         ),
         solution=answer.solution,
-        memory=round(answer.nbytes / stages) or None,
+        memory=round(answer.nbytes * built.in_flight / stages) or None,
     )
 
 
