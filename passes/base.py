@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,14 @@ from parcompiler.problem import Problem
 
 MARGIN = 0.02  # of a step: the plainest plan is taken of those that take so much longer at most
 GAIN = 0.01  # of a step: a schedule, method or level of ZeRO that saves less is not weighed
+
+# What no step of a plan that is begun is below, as far as that is below so many seconds.
+Bounding = Callable[[Plan, float], float]
+
+
+def unbounded(plan: Plan, enough: float) -> float:
+    """The bound where nothing is known."""
+    return 0.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import DEFAULT, zero
-from parcompiler.passes.base import GAIN, MARGIN, Pass
+from parcompiler.passes.base import GAIN, MARGIN, Bounding, Pass
 from parcompiler.passes.estimate import host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.least import is_known, least_step
@@ -208,9 +208,6 @@ def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
     )
 
 
-Bounding = Callable[[Plan, float], float]
-
-
 def _bounding(problem: Problem, passes: Sequence[Pass]) -> Bounding:
     """What no step of a plan that is begun is below, as far as it is below so many seconds."""
 
@@ -261,7 +258,7 @@ def _completing(
     def decided(plan: Plan, below: float) -> Plan:
         for item in passes:
             if isinstance(item, VocabularyPass | SchedulePass):
-                item = dataclasses.replace(item, below=min(item.below, below))
+                item = dataclasses.replace(item, below=min(item.below, below), floor=bound)
             with observer(f"pass {item.name}"):
                 plan = item.run(local(problem, plan), plan)
         check_host(problem, plan)

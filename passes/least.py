@@ -93,7 +93,10 @@ def least_step(problem: Problem, start: Plan, enough: float = math.inf) -> float
 
 
 def _schedules(problem: Problem, start: Plan) -> Iterator[Bound]:
-    """A bound for each method of the vocabulary and schedule."""
+    """A bound for each method of the vocabulary and schedule; for those that are decided."""
+    if start.schedule is not None:
+        yield _roomy(problem, start), partial(_with_memory, problem, start, is_plain=False)
+        return
     asked = problem.options.schedule
     choices: Sequence[VocabularyChoice | None] = [None]
     if problem.mesh.pipeline > 1:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError
-from parcompiler.passes.base import GAIN, Pass
+from parcompiler.passes.base import GAIN, Bounding, Pass, unbounded
 from parcompiler.passes.even import busy_bound, even_step, roomy_bound, shared_step
 from parcompiler.passes.stage import StagePass
 from parcompiler.passes.zero import step_of
@@ -36,13 +36,15 @@ TOO_LARGE = "does not fit the memory limit, however it is divided and recomputed
 class SchedulePass(Pass):
     """Decides `plan.schedule`, `plan.virtual_stages` and, where no name says it, `plan.orders`.
 
-    A step of `below` seconds is known: slower ones are of no use.
+    A step of `below` seconds is known: slower ones are of no use. `floor` bounds the steps of
+    a schedule at all levels of ZeRO.
     """
 
     name: ClassVar[str] = "schedule"
     gain: float = GAIN
     stages: StagePass = field(default_factory=StagePass)
     below: float = math.inf
+    floor: Bounding = unbounded
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """The schedule asked for, or the fastest that fits, from which a search of orders starts.
@@ -108,7 +110,10 @@ class Weighing:
         for bound in (roomy_bound, busy_bound, even_step):
             if (least := bound(self.problem, candidate)) >= below:
                 return least
-        return least if below == math.inf else shared_step(self.problem, candidate)
+        if below == math.inf:
+            return least
+        least, floor = shared_step(self.problem, candidate), self.asked.floor(candidate, below)
+        return floor if floor >= below else least  # others have no level of ZeRO yet, too
 
     def order(self) -> list[int]:
         """Candidates by the step of even stages; within the margin, the plainest first."""

@@ -17,7 +17,7 @@ from typing import ClassVar
 from parcompiler.capture.blocks import cut
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.options import METHODS
-from parcompiler.passes.base import GAIN, Pass
+from parcompiler.passes.base import GAIN, Bounding, Pass, unbounded
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.recompute import RecomputePass
 from parcompiler.passes.schedule import SchedulePass
@@ -39,12 +39,13 @@ NOTHING = "it looks up no words of the batch and has no head with a cross-entrop
 class VocabularyPass(Pass):
     """Decides `plan.vocabulary` and, where methods are weighed, the rest of the plan by `others`.
 
-    A step of `below` seconds is known: slower ones are of no use.
+    `below` and `floor` are those of the schedule pass: a step that is known, and a bound.
     """
 
     name: ClassVar[str] = "vocabulary"
     gain: float = GAIN
     below: float = math.inf
+    floor: Bounding = unbounded
     others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
@@ -95,7 +96,7 @@ class VocabularyPass(Pass):
         """The plan completed by the other passes, if its step may be shorter than `below`."""
         for item in self.others:
             if isinstance(item, SchedulePass):
-                item = dataclasses.replace(item, below=below)
+                item = dataclasses.replace(item, below=below, floor=self.floor)
             plan = item.run(local(problem, plan), plan)
         return plan
 
