@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-from parcompiler.capture.effects import outside
+from parcompiler.capture.effects import CASTS, name_of, outside
 from parcompiler.capture.gradients import recorded_in
 from parcompiler.graph import Binding, Block, Graph, shape_of
 
@@ -55,8 +55,8 @@ def group(graph: Graph, segments: list[Segment]) -> tuple[Block, ...]:
         tensors = _tensors(graph, nodes, scope)
         key = _structure(graph, nodes, inputs, outputs, tensors, scope)
         if key not in templates:
-            templates[key] = unique(_class_name(path, nodes, _label(graph, tensors)), taken)
-        label = path or _label(graph, tensors)
+            templates[key] = unique(_class_name(path, nodes, _label(graph, nodes)), taken)
+        label = path or _label(graph, nodes)
         name = unique(label + (f"@{call}" if call else ""), names, separator="#")
         read = (graph.by_name[name] for name in {binding.name for binding in tensors})
         weights = sum(item.nbytes for item in read if not item.buffer)
@@ -140,18 +140,26 @@ def _class_name(path: str, nodes: list[fx.Node], label: str) -> str:
     return identifier("".join(word[:1].upper() + word[1:] for word in words if word))
 
 
-def _label(graph: Graph, tensors: tuple[Binding, ...]) -> str:
+def _label(graph: Graph, nodes: list[fx.Node]) -> str:
     """The modules that hold a segment's two largest parameters, in order of use: `wte+wpe`.
 
-    Buffers count where there are only buffers: whether a segment reads one itself or its cast to
-    another dtype depends on the precision, in which a plan's blocks have the same names.
+    Buffers count where there are only buffers, read as they are or cast to another dtype: that
+    depends on the precision, in which a plan's blocks have the same names.
     """
-    read = [graph.by_name[binding.name] for binding in tensors]
-    read = [item for item in read if not item.buffer] or read
-    sizes = {item.name: item.numel for item in read}
+    known = (graph.by_node.get(_uncast(node).name) for node in outside(nodes))
+    read = [item for item in known if item is not None]
+    sizes = {item.name: item.numel for item in read if not item.buffer}
+    sizes = sizes or {item.name: item.numel for item in read}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:2]
     modules = [name.split(".")[-2] for name in sizes if name in largest and "." in name]
     return "+".join(dict.fromkeys(modules)) or "glue"
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """The value that a node casts to another dtype."""
+    while name_of(node) in CASTS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def identifier(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parcompiler.capture.effects import CASTS
 from parcompiler.graph import is_floating
 from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.formula import Family, Rule
@@ -110,8 +111,6 @@ def cross_entropy(call: NodeCall) -> Rule | None:
     result = " ".join(rows) if reduction == REDUCTION_NONE else ""
     return Rule(f"{', '.join(operands[: len(call.operands)])} -> {result}")
 
-
-CASTS = ("to", "_to_copy", "type_as")
 
 RULES: dict[str, str | Family] = {
     **dict.fromkeys(NONLINEAR, nonlinear),

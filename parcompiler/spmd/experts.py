@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import name_of
+from parcompiler.capture.effects import CASTS, name_of
 from parcompiler.capture.rewriting import Rewriting, place
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
 from parcompiler.mesh import Mesh
 from parcompiler.spmd.call import NodeCall, call_of
-from parcompiler.spmd.elementwise import CASTS
 from parcompiler.spmd.placement import R, S, resized
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall

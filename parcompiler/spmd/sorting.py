@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from parcompiler.capture.effects import CASTS
 from parcompiler.graph import Graph
 from parcompiler.spmd.call import NodeCall, Operand, call_of
-from parcompiler.spmd.elementwise import CASTS
 from parcompiler.spmd.experts import GROUPED
 from parcompiler.spmd.placement import P, Placement, R, S
 from parcompiler.spmd.rows import Rows, SortedNode, causal_lengths

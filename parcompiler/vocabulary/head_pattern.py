@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import arguments_of, name_of, overload_name
+from parcompiler.capture.effects import CASTS, arguments_of, name_of, overload_name
 from parcompiler.graph import CrossEntropy, Graph, Parameter, dtype_of, shape_of
-from parcompiler.spmd.elementwise import CASTS
 from parcompiler.spmd.views import RESHAPES, permutation
 from parcompiler.vocabulary.nodes import (
     is_copy,

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from parcompiler.capture.effects import effects_of, name_of
+from parcompiler.capture.effects import CASTS, effects_of, name_of
 from parcompiler.capture.prologue import cone
 from parcompiler.capture.rewriting import Rewriting
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
-from parcompiler.spmd.elementwise import CASTS
 from parcompiler.spmd.views import RESHAPES, permutation
 
 _COPIES = ("alias", "contiguous", "clone", *CASTS)

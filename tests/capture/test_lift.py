@@ -8,12 +8,29 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from parcompiler.capture import capture
+from parcompiler.capture.blocks import cut
 from parcompiler.capture.clean import simplify
 from parcompiler.capture.lift import lift, lifted, lifting
 from parcompiler.capture.untouched import untouched
 from tests.distributed.models import WIDTH, rows
 
 Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Scaled(nn.Module):
+    """A factor between layers that is a buffer in a narrower precision, as in RecurrentGemma."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Module()
+        factor = torch.tensor(3.0, dtype=torch.bfloat16)
+        self.between.register_buffer("factor", factor, persistent=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        x = x * self.between.factor.type(x.dtype)
+        return self.layers[1](x).mean()
 
 
 class Wrapped(nn.Module):
@@ -107,6 +124,13 @@ def test_a_graph_is_lifted_once() -> None:
     assert lift(graph, torch.float64) is lift(graph, torch.float64)
     assert lift(graph, torch.float64) is not graph
     assert lift(graph, torch.float32) is not lift(graph, torch.float64)
+
+
+def test_blocks_have_the_same_names_in_a_lifted_graph() -> None:
+    graph = simplify(capture(Scaled(), {"x": rows(WIDTH)}))
+    wide = simplify(lift(graph, torch.float64))
+    names = [[block.name for block in cut(item, 1).blocks] for item in (graph, wide)]
+    assert names[0] == names[1] == ["layers.0", "between", "layers.1"]
 
 
 def test_recorded_values_are_what_runs() -> None:
