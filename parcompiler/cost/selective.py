@@ -12,6 +12,7 @@ section 5, for operators around the products; gathers as in their section 4.2.2)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ from torch import fx
 from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.cost.execution import Boundary, Recorder, boundary, execute
 from parcompiler.cost.live_memory import SavedTensors
-from parcompiler.graph import Block, Graph, NodeRoles, nbytes_of, tensors_of
+from parcompiler.graph import Block, Graph, NodeRoles, tensors_of
 from parcompiler.spmd.elementwise import NONLINEAR
 from parcompiler.spmd.runtime_call import RuntimeCall, is_conversion
 
@@ -60,7 +61,7 @@ def again_nodes(
             if node in saved.values and len(node.all_input_nodes) == 1:  # keep the narrower one
                 narrow = saved.home(node.all_input_nodes[0])
                 single = isinstance(narrow.meta["val"], torch.Tensor)
-                if single and narrow not in made and nbytes_of(narrow) < nbytes_of(node):
+                if single and narrow not in made and saved.nbytes[narrow] < saved.nbytes[node]:
                     saved.values.add(narrow)
             before = [remake(operand) for operand in node.all_input_nodes]
             if None not in before:
@@ -73,10 +74,12 @@ def again_nodes(
 
 @dataclass
 class _Saved:
-    """What is kept of a block where nothing runs again: values, and nodes that keep more."""
+    """What is kept of a block where nothing runs again: values, and nodes that keep more. `nbytes`
+    are those of each node, also where the size of a tensor depends on the data."""
 
     homes: dict[torch.UntypedStorage, fx.Node] = field(default_factory=dict)
     of: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    nbytes: Counter[fx.Node] = field(default_factory=Counter)
     values: set[fx.Node] = field(default_factory=set)
     inside: set[fx.Node] = field(default_factory=set)
 
@@ -107,6 +110,7 @@ def _note(found: _Saved, node: fx.Node, value: object) -> None:
     for tensor in tensors_of(value):
         home = found.homes.setdefault(tensor.untyped_storage(), node)
         found.of.setdefault(node, home)
+        found.nbytes[node] += tensor.nbytes
 
 
 def _is_cheap(node: fx.Node, differentiable: Collection[str]) -> bool:

@@ -99,3 +99,17 @@ def test_of_a_value_and_its_wider_copy_the_narrow_one_is_kept() -> None:
     lean = trace_block(whole.nodes, whole.inputs, whole.outputs, whole.roles, again=again)
     assert (plain.saved, plain.saved_inputs) == (x.numel() * (4 + 2 + 2) + 32 * 4, 0)
     assert (lean.saved, lean.saved_inputs) == (32 * 4, x.nbytes)
+
+
+class NormOfChosen(NormByHand):
+    """The same of rows that the data choose, as the tokens of an expert."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[x[:, 0] > 0])
+
+
+def test_sizes_may_depend_on_the_data() -> None:
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    whole = capture(NormOfChosen().bfloat16(), x)
+    names = {str(node) for node in again_nodes(whole.nodes, whole.inputs, whole.roles)}
+    assert {"to", "mul_1"} <= names, names
