@@ -78,8 +78,9 @@ class Attributes:
     def restore(self) -> None:
         """Let modules and containers hold again what they held."""
         for container, copy in self._containers:
-            container.clear()
-            (container.extend if isinstance(copy, list | deque) else container.update)(copy)
+            if _members(container) != _members(copy):  # others may be such that nothing writes them
+                container.clear()
+                (container.extend if isinstance(copy, list | deque) else container.update)(copy)
         now = _outside(self._model)
         for label, (put, name, value) in self._holders.items():
             if label not in now or now[label][2] is not value:
@@ -140,6 +141,14 @@ class Attributes:
         if isinstance(value, dict):
             return [*value, *value.values()]
         return sorted(value, key=id) if isinstance(value, set) else list(value)
+
+
+def _members(container: Any) -> list[int] | set[int]:
+    """What a container holds: the very objects, in order."""
+    if isinstance(container, dict):
+        return [id(x) for pair in container.items() for x in pair]
+    ids = map(id, container)
+    return set(ids) if isinstance(container, set) else list(ids)
 
 
 def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], str, Any]]:

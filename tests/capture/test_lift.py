@@ -29,8 +29,9 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers[0](x)
-        x = x * self.between.factor.type(x.dtype)
-        return self.layers[1](x).mean()
+        factor = self.between.get_buffer("factor").type(x.dtype)
+        y: torch.Tensor = self.layers[1](x * factor)
+        return y.mean()
 
 
 class Wrapped(nn.Module):

@@ -436,6 +436,24 @@ def test_a_name_that_model_and_loss_share_is_refused() -> None:
         capture(model, (torch.ones(2, 4),), Criterion(nn.Parameter(torch.ones(4, 4))))
 
 
+class Frozen(dict[str, int]):
+    """A configuration that nothing changes, as diffusers has it."""
+
+    def clear(self) -> None:
+        raise TypeError
+
+    def update(self, *_: object) -> None:  # type: ignore[override]
+        raise TypeError
+
+
+def test_a_container_that_refuses_changes_is_left_alone() -> None:
+    model = Model(lambda self, x: x * self.table["width"])
+    model.table = table = Frozen(width=4)
+    with untouched(model):
+        capture(model, X)
+    assert model.table is table
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_model_that_was_run_and_trained_is_as_it_was(fails: bool) -> None:
     model = Model(appends)
