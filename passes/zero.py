@@ -35,7 +35,7 @@ from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
 from parcompiler.instruction import COMPUTE, Kind
-from parcompiler.passes.base import GAIN, MARGIN
+from parcompiler.passes.base import GAIN, MARGIN, Bounding
 from parcompiler.passes.estimate import costs, estimate, held, update_seconds
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
@@ -72,7 +72,7 @@ def weighed(
     problem: Problem,
     plan: Plan,
     complete: Callable[[Plan, float], Plan],
-    bound: Callable[[Plan, float], float],
+    bound: Bounding,
     most: float = math.inf,
 ) -> Plan:
     """The plan with the level that is given, or with that of the shortest step that fits.
@@ -102,7 +102,7 @@ def _lowest(
     at: Mapping[int, Plan],
     lean: Plan,
     complete: Callable[[Plan, float], Plan],
-    bound: Callable[[Plan, float], float],
+    bound: Bounding,
     most: float,
 ) -> Plan:
     """The lowest level at which the lean plan takes about as long as at any, or a faster plan."""

@@ -47,6 +47,16 @@ def test_every_architecture_equals_one_process(name: str) -> None:
         ({"context": 2}, {}),
         ({"tensor": 2, "pipeline": 2}, {}),
         ({"data": 2, "tensor": 2}, {"zero": 3}),
+        ({"pipeline": 2, "context": 2}, {}),
+        ({"tensor": 2, "context": 2}, {"zero": 2}),
+        (
+            {"pipeline": 2, "data": 2},
+            {"zero": 2, "schedule": "zb-v", "recompute": "selective"},
+        ),
+        (
+            {"pipeline": 2},
+            {"recompute": "offload", "schedule": "interleaved", "vocabulary": "vocab-2"},
+        ),
     ],
 )
 def test_every_architecture_equals_one_process_on_other_axes(
