@@ -12,8 +12,8 @@ from parcompiler.device import device
 from parcompiler.passes import even
 from parcompiler.passes.decide import start
 from parcompiler.passes.estimate import alone, estimate
-from parcompiler.passes.even import even_step, shared_step
-from parcompiler.passes.schedule import CANDIDATES
+from parcompiler.passes.even import SOON_FULL, even_step, shared_step
+from parcompiler.passes.schedule import CANDIDATES, SchedulePass
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
 from parcompiler.problem import Problem
@@ -144,6 +144,39 @@ def test_divisions_that_are_no_faster_than_a_known_step_are_refused() -> None:
     with pytest.raises(pc.InfeasibleError, match="no division was found"):
         StagePass(below=step).run(problem, begun)
     assert StagePass(below=1.001 * step).run(problem, begun).stages == program.plan.stages
+
+
+def test_schedules_that_no_level_of_zero_makes_fast_enough_are_not_divided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = compiled(microbatches=8)
+    problem = dataclasses.replace(local(program.problem, program.plan), explain=False)
+    begun = dataclasses.replace(start(problem), vocabulary=program.plan.vocabulary)
+    divided = list[str | None]()
+    run = StagePass.run
+
+    def noted(self: StagePass, problem: Problem, plan: pc.Plan) -> pc.Plan:
+        divided.append(plan.schedule)
+        return run(self, problem, plan)
+
+    monkeypatch.setattr(StagePass, "run", noted)
+
+    def floor(plan: pc.Plan, enough: float) -> float:
+        return 0.0 if plan.schedule == "gpipe" else enough
+
+    below = 2 * program.simulate().step_time
+    assert SchedulePass(below=below, floor=floor).run(problem, begun).schedule == "gpipe"
+    assert set(divided) == {"gpipe"}
+
+
+@pytest.mark.parametrize("name", SOON_FULL)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 12])
+def test_one_micro_batch_for_each_rank_holds_about_as_much_as_more(name: str, ranks: int) -> None:
+    for more in (0, 1, ranks - 1):
+        few, many = (build(name, ranks, m * ranks + more) for m in (1, 4))
+        for rank in range(ranks):
+            peaks = few.peak(rank), many.peak(rank)
+            assert peaks[0] <= peaks[1] <= peaks[0] + (name == "v-half")
 
 
 @pytest.mark.parametrize("vocabulary", ["whole", "vocab-2", "vocab-1"])
