@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture import clean
@@ -73,8 +74,9 @@ def capture(
     The parameters of a loss that is a module are trained too, under names that begin with "loss.";
     `in_float32` casts the loss to that. `outputs` are names of outputs to keep beside the loss.
     Raises CaptureError with the module path, the source line and advice; InputError for inputs
-    that the model's forward does not take.
+    that the model's forward does not take, and for a lazy module before its first forward.
     """
+    _check_shapes(model)
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
     _check_rows(inputs)
@@ -151,6 +153,17 @@ def _on_device_of(
         return leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
     return pytree.tree_map(move, args), pytree.tree_map(move, kwargs)
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """Refuse lazy modules before their first forward."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            message = (
+                f"{name!r} of {type(model).__name__} has no shape yet: call the model on a batch "
+                "once, then compile it (a lazy module takes its shapes from its first forward)"
+            )
+            raise InputError(message)
 
 
 def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

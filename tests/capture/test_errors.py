@@ -88,6 +88,16 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         capture(Stack(), 3)  # type: ignore[arg-type]
 
 
+def test_a_lazy_module_is_captured_after_its_first_forward() -> None:
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())
+    x = rows(WIDTH)
+    with pytest.raises(InputError, match=r"'0\.weight' of Sequential has no shape yet: call"):
+        capture(model, (x,), lambda out: out.square().mean())
+    model(x)
+    graph = capture(model, (x,), lambda out: out.square().mean())
+    assert {"0.weight", "1.running_mean"} <= {*graph.by_name}
+
+
 def test_the_model_is_left_as_it_is() -> None:
     model = Remembering()
     before = dict(vars(model))
