@@ -39,7 +39,7 @@ MANY = 4  # micro-batches for each rank
 UNEVEN = 0.99  # of an even step with MANY: in 180 random cases uneven stages took 0.992 at least
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
 FULL = 2  # micro-batches for each rank, with which every rank holds as much as with more
-SOON_FULL = ("1f1b", "zb-h1", "v-half", "v-min")  # schedules where (about) one each is enough
+SOON_FULL = ("1f1b", "zb-h1", "v-min")  # schedules where one for each is enough
 SMALL, PERIOD = 12, 12  # ranks: steps of more grow evenly with these
 # share by which such a step may be too long
 UNSURE: dict[str | None, float] = {"v-half": 0.005, "v-min": 0.005}

@@ -18,7 +18,7 @@ from torch import fx
 from parcompiler.capture.functions import Applied
 from parcompiler.graph import Graph
 
-CASTS = ("to", "_to_copy", "type_as")
+CASTS = ("to", "_to_copy", "type_as")  # operators that change a dtype
 _MAYBE_COPIES = {"to", "reshape", "contiguous", "type_as", "float", "double", "half", "flatten"}
 _TRAINING_NORMS = {"batch_norm", "instance_norm", "native_batch_norm"}
 

@@ -78,7 +78,7 @@ class Attributes:
     def restore(self) -> None:
         """Let modules and containers hold again what they held."""
         for container, copy in self._containers:
-            if _members(container) != _members(copy):  # others may be such that nothing writes them
+            if _members(container) != _members(copy):  # what is unchanged may refuse to be written
                 container.clear()
                 (container.extend if isinstance(copy, list | deque) else container.update)(copy)
         now = _outside(self._model)

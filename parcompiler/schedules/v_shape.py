@@ -55,15 +55,15 @@ def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
         (order, _actions(head, v_stages(r, ranks), microbatches, forwards, inputs))
         for r, (order, head) in enumerate(zip(orders, heads, strict=True))
     ]
-    left = 3 * microbatches * 2 * ranks
-    while left:
+    undone = 3 * microbatches * 2 * ranks
+    while undone:
         slot = []
         for order, actions in running:
             if (action := next(actions)) is not None:
                 order.append(action)
                 slot.append(action)
         assert slot, f"ranks wait for each other after {forwards} and {inputs}"
-        left -= len(slot)
+        undone -= len(slot)
         for kind, stage, _ in slot:
             if kind is FORWARD:
                 forwards[stage + 1] += 1

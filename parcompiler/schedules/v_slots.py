@@ -73,7 +73,7 @@ def _head(slots: Slots, stages: tuple[int, int], microbatches: int) -> Iterator[
     steps = zip(slots, what, strict=True)
     taken = {slot % PERIOD: (slot, kind, stage) for slot, (kind, stage) in steps}
     assert len(taken) == len(slots), f"steps meet modulo {PERIOD}: {slots}"
-    never = PERIOD * microbatches + max(slots), FORWARD, first
+    never = PERIOD * microbatches + max(slots), FORWARD, first  # where no step has the slot
     weights: deque[Action] = deque()
     for slot in range(slots[1] + PERIOD * (microbatches - 1) + 1):
         begin, kind, stage = taken.get(slot % PERIOD, never)

@@ -7,10 +7,9 @@ their result. All others decide for themselves; what they read may be converted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
 
 from torch import fx
 
@@ -22,7 +21,6 @@ from parcompiler.spmd.call import NodeCall, Shape, read
 from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.sorting import rows_of
 
-Found = TypeVar("Found")
 _NO_WORK = NodeWork((), (), frozenset(), saves_result=False, saved_besides=0)
 
 
@@ -62,23 +60,12 @@ class NodeGroup:
         return next(place for place, member in enumerate(self.members) if member.node is node)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidates:
     """The choices of the nodes of a folded graph."""
 
     folded: FoldedGraph
     costs: ShardCosts
-
-    @cached_property
-    def _found(self) -> dict[Hashable, Any]:
-        return {}
-
-    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """The result of `find`, computed once for each key."""
-        if key not in self._found:
-            self._found[key] = find()
-        found: Found = self._found[key]
-        return found
 
     @cached_property
     def nodes(self) -> Mapping[fx.Node, NodeChoices]:

@@ -110,17 +110,20 @@ def build(
     same for every mesh with so many tensor ranks.
     """
     saved = None if memory is None else memory.saved
-    key = saved, tuple((name, pins.placements[name]) for name in pins.matches)
-    form = candidates.once(key, lambda: _ProgrammeBuilder(candidates, pins, saved).form())
-    part = 0.0 if memory is None else 1 / memory.in_flight
-    budget = None if memory is None else memory.nbytes * memory.stages * part
+    in_flight = 1 if memory is None else memory.in_flight
+    budget = None if memory is None else memory.nbytes * memory.stages / in_flight
+    part = 0.0 if memory is None else 1 / in_flight
+    pinned = tuple((name, pins.placements[name]) for name in pins.matches)
+    form = candidates.folded.graph.once(
+        ("programme", candidates, pinned, saved),
+        lambda: _ProgrammeBuilder(candidates, pins, saved).form(),
+    )
     tensors = (
         _held(tensor, types, states, candidates.costs.n, part)
         for tensor, types in form.tensors.items()
     )
     decisions = *form.groups, *tensors, Decision("loss", (0.0,), (0.0,))
     programme = Programme(decisions, form.edges, form.shared, budget)
-    in_flight = 1 if memory is None else memory.in_flight
     return BuiltProgramme(programme, candidates.groups, form.tensors, in_flight)
 
 
@@ -416,8 +419,8 @@ class _ProgrammeBuilder:
                     continue  # and what is gathered is made again
                 if not _is_same_memory(a, t):
                     saved_form = a if is_gathered_again else t
-                    saved = self._on_rank(shared.count * shared.nbytes, saved_form)
-                    yield SharedCost(events, 0.0, saved)
+                    size = self._on_rank(shared.count * shared.nbytes, saved_form)
+                    yield SharedCost(events, 0.0, size)
 
     def _saved_as_made(self, base: fx.Node, saved: SavedValues) -> Iterator[SharedCost]:
         """The memory that a node makes, where it, or one who reads it or a view, saves it."""

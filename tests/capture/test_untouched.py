@@ -442,9 +442,6 @@ class Frozen(dict[str, int]):
     def clear(self) -> None:
         raise TypeError
 
-    def update(self, *_: object) -> None:  # type: ignore[override]
-        raise TypeError
-
 
 def test_a_container_that_refuses_changes_is_left_alone() -> None:
     model = Model(lambda self, x: x * self.table["width"])

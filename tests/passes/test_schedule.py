@@ -19,6 +19,7 @@ from parcompiler.passes.stage import StagePass
 from parcompiler.problem import Problem
 from parcompiler.schedules import V, build
 from parcompiler.schedules.planned import planned
+from parcompiler.schedules.staleness import waiting
 from parcompiler.timeline import step_time
 from tests import zoo
 from tests.passes.test_unequal import SHORT
@@ -171,12 +172,14 @@ def test_schedules_that_no_level_of_zero_makes_fast_enough_are_not_divided(
 
 @pytest.mark.parametrize("name", SOON_FULL)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 12])
-def test_one_micro_batch_for_each_rank_holds_about_as_much_as_more(name: str, ranks: int) -> None:
+def test_one_micro_batch_for_each_rank_holds_and_leaves_as_much_as_more(
+    name: str, ranks: int
+) -> None:
     for more in (0, 1, ranks - 1):
         few, many = (build(name, ranks, m * ranks + more) for m in (1, 4))
-        for rank in range(ranks):
-            peaks = few.peak(rank), many.peak(rank)
-            assert peaks[0] <= peaks[1] <= peaks[0] + (name == "v-half")
+        assert list(map(few.held, range(ranks))) == list(map(many.held, range(ranks)))
+        for stage, rank in enumerate(few.placement):
+            assert waiting(few.orders[rank], stage) == waiting(many.orders[rank], stage)
 
 
 @pytest.mark.parametrize("vocabulary", ["whole", "vocab-2", "vocab-1"])
