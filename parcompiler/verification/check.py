@@ -287,15 +287,16 @@ class Trial:
         trained = trainable if asynchronous else self.reference.gradients.keys()
         errors = compare(self.reference, outcome, trained, narrow)
         if not (errors.ok or errors.cause or asynchronous):
-            again = self._again(OTHER_SCALE * self.reference.scale, arrivals)
+            again = self._again(OTHER_SCALE * self.reference.scale, arrivals, nudged=True)
             errors = compare(self.reference, outcome, trained, narrow, again)
         return dataclasses.replace(
             errors, compiled_inputs=self.compiled_inputs, asynchronous=asynchronous
         )
 
-    def _again(self, scale: float, arrivals: Sequence[int]) -> Outcome:
+    def _again(self, scale: float, arrivals: Sequence[int], *, nudged: bool = False) -> Outcome:
         """The model once more."""
-        return _at_scale(self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals)
+        given = self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals
+        return _at_scale(*given, nudged=nudged)
 
 
 def _with_short_rounds(variant: Compiled) -> Compiled:
@@ -372,12 +373,14 @@ def _at_scale(
     dtype: torch.dtype | None,
     scale: float,
     arrivals: Sequence[int] = (),
+    *,
+    nudged: bool = False,
 ) -> Outcome:
     """The outcome of the original model when its loss is scaled for the backward."""
     optimizer = partial(getattr(torch.optim, OPTIMIZER), **_options(variant.problem.graph))
     ranks = variant.lowered.grid.batches
     count = variant.lowered.microbatches * ranks
-    with Original(variant, seed, dtype, scale) as original:
+    with Original(variant, seed, dtype, scale, nudged=nudged) as original:
         if variant.lowered.asynchronous:
             return reenacted(original, variant.lowered, batches, optimizer)
         if variant.lowered.updates.way == "asynchronous":

@@ -33,8 +33,9 @@ class Errors:
     rounding, such as those of the biases of keys). In 16 bits, where one element more or less that
     passes a ReLU is a matter of rounding, root mean squares stand in the place of largest elements,
     and the least that they are divided by is four roundings of the largest one. Where the limit is
-    passed all the same, the model goes back once more from a loss of another scale, and a few times
-    the difference which that makes to a tensor do not count either.
+    passed all the same, the model runs once more, from a loss of another scale, with weights and
+    gradients one rounding away, and a few times the difference which that makes to a tensor do not
+    count either.
     """
 
     dtype: str

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from parcompiler.capture.inputs import with_tensors
@@ -73,18 +74,25 @@ class Original:
 
     It may be used within a `with` block, after which the model is as it was before. Gradients are
     those of the loss times `scale`, divided by it. Where the program is in 16 bits with masters in
-    float32, `masters` have those of the 16-bit parameters.
+    float32, `masters` have those of the 16-bit parameters. With `nudged`, weights and the
+    gradients between modules are one rounding away.
     """
 
     def __init__(
-        self, program: Compiled, seed: int, dtype: torch.dtype | None, scale: float = 1.0
+        self,
+        program: Compiled,
+        seed: int,
+        dtype: torch.dtype | None,
+        scale: float = 1.0,
+        *,
+        nudged: bool = False,
     ) -> None:
         assert program.model is not None
         self.graph = program.problem.graph
         self.narrow = self.graph.narrow
         self.scale = scale
         self.whole = WithLoss(program.model, program.loss, in_float32=self.narrow is not None)
-        self._seed, self._dtype = seed, dtype
+        self._seed, self._dtype, self._nudged = seed, dtype, nudged
         floating = (p.dtype for p in program.model.parameters() if p.is_floating_point())
         self._compiled_dtype = program.captured.narrow or next(floating, torch.float32)
         self._stack = ExitStack()
@@ -107,6 +115,8 @@ class Original:
             dtype = lambda tensor: tensor.dtype  # noqa: E731
         self._stack.enter_context(untouched(self.whole, dtype))
         self.parameters = dict(_named(self.whole.named_parameters()))
+        if self._nudged:
+            self._nudge()
         self.masters = self.parameters | masters
         self._buffers = [name for name, _ in _named(self.whole.named_buffers())]
         return self
@@ -114,6 +124,16 @@ class Original:
     def __exit__(self, *_: object) -> None:
         """Leave the model as it was."""
         self._stack.close()
+
+    def _nudge(self) -> None:
+        """Move all weights, and gradients between modules, by a rounding; 16-bit weights are as
+        exact as they are."""
+        nudging = _Nudging(self._seed)
+        for module in self.whole.modules():
+            self._stack.callback(module.register_forward_hook(nudging.on_gradients).remove)
+        if self.narrow is None:
+            weights = {name: nudging.nudged(p) for name, p in self.parameters.items()}
+            self.set_values(weights)
 
     def computing(self) -> AbstractContextManager[None]:
         """Within it, the model computes in its precision, forwards and backwards."""
@@ -355,6 +375,27 @@ def _make_whole(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
+
+
+class _Nudging:
+    """Moves numbers by one rounding, up or down as chance has it."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def nudged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the numbers beside these; those of other kinds as they are."""
+        if not tensor.is_floating_point():
+            return tensor
+        up = torch.rand(tensor.shape, generator=self._generator) < 0.5
+        limits = torch.where(up, torch.inf, -torch.inf).to(tensor.dtype)
+        return torch.nextafter(tensor.detach(), limits)
+
+    def on_gradients(self, module: nn.Module, args: object, output: object) -> None:
+        """Forward hook: nudges the gradients of what a module returns."""
+        for value in pytree.tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(self.nudged)
 
 
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:

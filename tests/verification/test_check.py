@@ -1,6 +1,7 @@
 """The proof itself: what it compares, with what, how it says so, and that it leaves no trace."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -145,6 +146,43 @@ def test_gradients_that_are_all_zero_but_for_rounding_are_no_difference() -> Non
     assert "key.bias" in found.worst
     model.get_parameter("bert.encoder.layer.1.attention.self.query.bias").register_hook(torch.neg)
     assert not program.verify().ok
+
+
+class Opposites(nn.Module):
+    """Has a bias whose gradient is a sum of opposite numbers, far above all that weights have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.layer(1e-3 * x).chunk(2)
+        loss: torch.Tensor = (first - second).sum()
+        return loss
+
+
+def test_a_difference_that_one_rounding_makes_to_the_model_too_is_none() -> None:
+    model = Opposites()
+    inputs = {"x": torch.randn(4, 4)}
+    program = pc.compile(model, pc.Mesh(), inputs)
+    weight = model.layer.weight.detach().clone()
+
+    def run(*, nudged: bool) -> Outcome:
+        with Original(program, 0, torch.float32, nudged=nudged) as original:
+            return accumulated(original, inputs, 1, lambda p: torch.optim.SGD(p, lr=1e-9))
+
+    plain, again, names = run(nudged=False), run(nudged=True), ("layer.weight", "layer.bias")
+    assert not plain.gradients["layer.bias"].any()  # the program may add in another order
+    moved = dict(plain.gradients, **{"layer.bias": torch.full((4,), torch.finfo().eps)})
+    found = dataclasses.replace(plain, gradients=moved)
+    assert not compare(plain, found, names).ok
+    assert compare(plain, found, names, again=again).ok
+    moved = dict(plain.gradients, **{"layer.weight": 1.001 * plain.gradients["layer.weight"]})
+    found = dataclasses.replace(plain, gradients=moved)
+    assert not compare(plain, found, names, again=again).ok
+    assert torch.equal(model.layer.weight, weight)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 class Criterion(nn.Module):
