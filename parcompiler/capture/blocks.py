@@ -108,8 +108,10 @@ def why_so_few(graph: Graph) -> str:
     nodes = _divisible(graph)
     segments = _segments(graph, nodes, levels(graph)[-1])
     home = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
+    effects = effects_of(graph)
+    updates = ((f, e, effects.writers[root][-1]) for f, e, root in _updates(home, effects))
     reasons = {
-        "is updated in place (return a new tensor there)": _updates(home, effects_of(graph)),
+        "is updated in place (return a new tensor there)": updates,
         "is no tensor of known size": _crossings(home, _unsendable(graph, nodes)),
     }
     spans = [
@@ -123,6 +125,15 @@ def why_so_few(graph: Graph) -> str:
     several = len(segments) > 1
     count = f"{len(segments)} pieces with parameters" if several else "one piece with parameters"
     return f"the forward of the model consists of {count}: put layers into an nn.ModuleList"
+
+
+def binding(graph: Graph) -> list[fx.Node]:
+    """The updates in place that would join pieces of `graph` at the coarsest level."""
+    effects = effects_of(graph)
+    segments = _segments(graph, _divisible(graph), 1) if effects.writers else []
+    home = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
+    roots = [root for _, _, root in _updates(home, effects)]
+    return [writer for root in roots for writer in effects.writers[root]]
 
 
 def levels(graph: Graph) -> range:
@@ -260,8 +271,8 @@ def _keep_together(
 
 
 def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, int, fx.Node]]:
-    """The first and last segment that touch memory which is updated in several of them, and the
-    last update. After that it is a value like others, and views of it are readers."""
+    """The first and last segment that touch memory which is updated in several of them, and what
+    made it. After the last update it is a value like others, and views of it are readers."""
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for node in home if effects.writers else ():
         sharing.setdefault(effects.root(node), []).append(node)
@@ -272,7 +283,7 @@ def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, 
             touching += [*sharing.get(root, ()), *writers]
         spots = {home[node] for node in touching if node in home}
         if len(spots) > 1:
-            yield min(spots), max(spots), writers[-1]
+            yield min(spots), max(spots), root
 
 
 def _crossings(

@@ -52,6 +52,7 @@ from parcompiler.capture.patches import (
     unmoved,
 )
 from parcompiler.capture.read import read
+from parcompiler.capture.renewal import renewed
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.untouched import Attribute, check_attributes, untouched, watched
@@ -101,7 +102,7 @@ def capture(
     batch = {getattr(s.arg, "name", "") for s in specs if s.kind is InputKind.USER_INPUT}
     make_cuttable(graph, batch)
     mark(graph, original)
-    captured = read(original, exported, graph, inputs, positional=not kwargs)
+    captured = renewed(read(original, exported, graph, inputs, positional=not kwargs))
     check_tables(captured)
 
     def recapture(other: Batch) -> Graph:

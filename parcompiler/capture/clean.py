@@ -192,7 +192,7 @@ def drop_no_operations(graph: fx.Graph) -> None:
 def _does_nothing(node: fx.Node, source: fx.Node) -> bool:
     """Whether a node returns its first argument as it is, in the same memory."""
     name = overload_name(node)
-    if name not in ("to", "dropout"):
+    if name not in ("to", "type_as", "dropout"):
         return name == "alias"
     return source.meta["val"].device == node.meta["val"].device and returned(node) is source
 

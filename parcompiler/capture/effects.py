@@ -208,6 +208,14 @@ class Effects:
         """The node that made the memory which `node`'s value lies in."""
         return self._root[node]
 
+    def sharing(self, root: fx.Node) -> list[fx.Node]:
+        """The nodes whose values lie in the memory that a node has made, in order."""
+        return [node for node, other in self._root.items() if other is root]
+
+    def is_before(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether a node stands before another."""
+        return self._position[one] < self._position[other]
+
     @cached_property
     def writers(self) -> dict[fx.Node, list[fx.Node]]:
         """For each root the nodes that update its memory in place, in order."""

@@ -44,16 +44,15 @@ class Gemma2DecoderLayer(runtime.Layer):
         output = hidden_states * rsqrt
         total = self.input_layernorm.weight + 1.0
         output = output * total
-        input_layernorm = output.type_as(hidden_states)
 
         # self_attn
-        q_proj = self.self_attn.q_proj(input_layernorm)
+        q_proj = self.self_attn.q_proj(output)
         query_states = q_proj.view(*q_proj.shape[:2], -1, 4)
         query_states = query_states.transpose(1, 2)
-        k_proj = self.self_attn.k_proj(input_layernorm)
+        k_proj = self.self_attn.k_proj(output)
         key_states = k_proj.view(*k_proj.shape[:2], -1, 4)
         key_states = key_states.transpose(1, 2)
-        v_proj = self.self_attn.v_proj(input_layernorm)
+        v_proj = self.self_attn.v_proj(output)
         value_states = v_proj.view(*v_proj.shape[:2], -1, 4)
         value_states = value_states.transpose(1, 2)
         cos = cos.unsqueeze(1)
@@ -100,9 +99,8 @@ class Gemma2DecoderLayer(runtime.Layer):
         output = attn_output * rsqrt
         total = self.post_attention_layernorm.weight + 1.0
         output = output * total
-        post_attention_layernorm = output.type_as(attn_output)
 
-        hidden_states = hidden_states + post_attention_layernorm
+        hidden_states = hidden_states + output
 
         # pre_feedforward_layernorm
         power = hidden_states**2
@@ -112,16 +110,15 @@ class Gemma2DecoderLayer(runtime.Layer):
         output = hidden_states * rsqrt
         total = self.pre_feedforward_layernorm.weight + 1.0
         output = output * total
-        pre_feedforward_layernorm = output.type_as(hidden_states)
 
         # mlp
-        gate_proj = self.mlp.gate_proj(pre_feedforward_layernorm)
+        gate_proj = self.mlp.gate_proj(output)
 
         # mlp.act_fn
         act_fn = F.gelu(gate_proj, approximate="tanh")
 
         # mlp
-        up_proj = self.mlp.up_proj(pre_feedforward_layernorm)
+        up_proj = self.mlp.up_proj(output)
         down_proj = act_fn * up_proj
         down_proj = self.mlp.down_proj(down_proj)
 
@@ -133,9 +130,8 @@ class Gemma2DecoderLayer(runtime.Layer):
         output = down_proj * rsqrt
         total = self.post_feedforward_layernorm.weight + 1.0
         output = output * total
-        post_feedforward_layernorm = output.type_as(down_proj)
 
-        hidden_states = hidden_states + post_feedforward_layernorm
+        hidden_states = hidden_states + output
         return hidden_states
 
 
@@ -157,10 +153,9 @@ class Norm(runtime.Layer):
         output = hidden_states * rsqrt
         total = self.model.norm.weight + 1.0
         output = output * total
-        hidden_states = output.type_as(hidden_states)
 
-        hidden_states = hidden_states.reshape(-1, 16)
-        return hidden_states
+        output = output.reshape(-1, 16)
+        return output
 
 
 class Stage1(runtime.Stage):
