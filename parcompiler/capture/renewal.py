@@ -1,7 +1,8 @@
 """New tensors in place of updates that would keep pieces of a model together.
 
     for layer in layers:
-        x += layer(x)          x = x + layer(x)         the same value: nobody reads the old one
+        x = layer(x)
+        total += x             total = total + x        the same value: nobody reads the old one
 
 Stages share no memory, so what is updated in place stays on the stage that has made it. Where
 nothing reads the memory afterwards but through the result of the update, a new tensor is the same.

@@ -294,9 +294,10 @@ def further_script(lowered: Lowered, program: RankProgram) -> str:
 def _title(lowered: Lowered, program: RankProgram, *, shared: bool = False) -> str:
     """Who a rank is, or who those are that share a script."""
     at = program.coordinate
-    stages = ", ".join(str(stage.index) for stage in lowered.on_rank(at.pipeline))
+    stages = [stage.index for stage in lowered.on_rank(at.pipeline)]
+    what = f"stage{'s' * (len(stages) > 1)} {numbers(stages)}"
     who = f"Ranks {_ranks(program)}" if shared else f"Rank {program.rank}"
-    text = f"{who} of {program.size}: stage {stages} of {docstring(lowered.graph.name)}"
+    text = f"{who} of {program.size}: {what} of {docstring(lowered.graph.name)}"
     for name, place, count in (
         ("tensor rank", at.tensor, program.tensor),
         ("context rank", at.context, program.context),
