@@ -95,7 +95,8 @@ class _SeesDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_original = torch.autograd.Function.__dict__["apply"]
+# What every `apply` calls, also one that a module has bound to a name: `clip = Clip.apply`.
+BASE: Any = torch.autograd.Function.__mro__[1]
 _calls: list[_Application] = []
 _library = torch.library.Library("parcompiler", "FRAGMENT")
 _library.define("function(Tensor[] operands, int call) -> Tensor[]")
@@ -111,13 +112,13 @@ torch.library.register_fake("parcompiler::function", _run, lib=_library)
 
 
 def _apply(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`kind.apply` as torch has it."""
-    return _original.__get__(None, kind)(*arguments)
+    """`kind.apply` as torch has it, of all arguments in their places."""
+    return super(BASE, kind).apply(*arguments)
 
 
 def traced(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """What `apply` is while a model is traced: an application of a Function that is not torch's own
-    is recorded as one node."""
+    """What `BASE.apply` is while a model is traced: an application of a Function that is not
+    torch's own is recorded as one node."""
     if kind is CheckpointFunction:
         message = (
             "checkpoint(use_reentrant=True) runs the forward without gradients, and none would "

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import parcompiler as pc
 from parcompiler.capture import capture
 from parcompiler.capture.effects import is_random
-from parcompiler.capture.functions import Applied
+from parcompiler.capture.functions import BASE, Applied
 from parcompiler.errors import CaptureError
 from tests.distributed.models import WIDTH, XY, Clipped, Custom, Stack, rows
 
@@ -95,10 +96,53 @@ def test_one_that_cannot_be_imported_is_refused() -> None:
         capture(Model(), {"x": rows(WIDTH)})
 
 
+class Reversed(torch.autograd.Function):
+    """Turns gradients round, `by` so much; its context is set up by itself."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.by = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.by * gradients[0], None
+
+
+reverse: Any = Reversed.apply  # as the documentation of torch says it
+
+
+class Adversarial(nn.Module):
+    """Layers with a Function between them, under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.last(reverse(self.first(x))).square().mean()
+        return loss
+
+
+def test_one_that_is_called_by_another_name_keeps_its_backward() -> None:
+    model, inputs = Adversarial(), {"x": torch.randn(2, 4)}
+    nodes = capture(model, inputs).fx_graph.nodes
+    assert [repr(n.target) for n in nodes if isinstance(n.target, Applied)] == [
+        "tests.capture.test_functions.Reversed.apply"
+    ]
+    program = pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=2)
+    found = program.verify()
+    assert found.ok, str(found)
+
+
 def test_afterwards_functions_are_as_before() -> None:
     before = torch.autograd.Function.__dict__["apply"]
     capture(Stack(Custom), XY)
     assert torch.autograd.Function.__dict__["apply"] is before
+    assert "apply" not in vars(BASE)
     x = torch.ones(2, requires_grad=True)
     Clipped.apply(x, 0.5).sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
