@@ -108,6 +108,7 @@ _CASTS = {"float", "half", "bfloat16", "double"}
 _COMPLEX_CASTS = {"cfloat", "chalf", "cdouble"}
 _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor"}
 _GROUPED = {"grouped_mm", "_grouped_mm"}
+_DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class _Lifting(TorchFunctionMode):
@@ -120,6 +121,9 @@ class _Lifting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with floating dtypes swapped; `x.float()` becomes a cast to `dtype`."""
+        if func == _DTYPE:  # models ask for that of their own precision: `eps` depends on it
+            kind = func(*args)
+            return self.model_dtype if kind == self.dtype else kind
         name = getattr(func, "__name__", "")
         if name in _CASTS or name in _COMPLEX_CASTS:
             return args[0].to(self.dtype if name in _CASTS else self.dtype.to_complex())

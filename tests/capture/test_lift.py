@@ -69,6 +69,12 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(torch.view_as_complex(x.float().view(-1, 4, 2)) * angles)
 
 
+def by_precision(x: torch.Tensor) -> torch.Tensor:
+    eps = 1e-5 if x.dtype == torch.float32 else 1e-3
+    kind, x = x.dtype, x.float()
+    return ((x - x.mean()) / (x.var() + eps).sqrt()).to(kind) * torch.ones(1, dtype=kind)
+
+
 def limits(x: torch.Tensor) -> torch.Tensor:
     tiny = torch.finfo(x.dtype).eps
     return x.clamp(-1 + tiny, 1 - tiny) + tiny * 1e4
@@ -95,7 +101,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     "step",
     [
         inner_float, integer_division, two_numbers, mask_and_number, constants, turned, limits,
-        sparse, autocast,
+        sparse, autocast, by_precision,
     ],
 )  # fmt: skip
 def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
