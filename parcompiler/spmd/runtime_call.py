@@ -111,18 +111,25 @@ def is_conversion(node: fx.Node) -> bool:
     )
 
 
+def is_same(source: Placement, target: Placement, *, carries: bool) -> bool:
+    """Whether nothing needs to be done to convert a value; `carries` says that a gradient comes
+    back."""
+    row = conversion(source, target, differentiable=carries, ending=True)
+    assert row is not None, f"there is no conversion from {source} to {target}"
+    return source == target or (not carries and row.forward == "nothing")
+
+
 def conversion_call(
     source: Placement, target: Placement, shape: Shape, nbytes: int, n: int, *, carries: bool
-) -> tuple[RuntimeCall, tuple[Any, ...], Mapping[str, Any], NodeCollectives] | None:
-    """The call that converts a value of `shape` (whole); None where nothing needs to be done.
+) -> tuple[RuntimeCall, tuple[Any, ...], Mapping[str, Any], NodeCollectives]:
+    """The call that converts a value of `shape` (whole), where something needs to be done.
 
     Returns it with its arguments behind the value, its keywords, and its collectives. `carries`
     says that a gradient comes back.
     """
+    assert not is_same(source, target, carries=carries), f"{source} is {target} already"
     row = conversion(source, target, differentiable=carries, ending=True)
-    assert row is not None, f"there is no conversion from {source} to {target}"
-    if source == target or (not carries and row.forward == "nothing"):
-        return None
+    assert row is not None, "it was found"
     name, args = _called(source, target, shape, n)
     sides = (source, "zigzag"), (target, "to_zigzag" if name == "all_to_all" else "zigzag")
     zigzag = {key: True for side, key in sides if side.zigzag}

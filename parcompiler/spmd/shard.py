@@ -33,7 +33,7 @@ from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, sha
 from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.placement import I, Placement, R, local_shape, resized, shard_of
 from parcompiler.spmd.rules import strategies
-from parcompiler.spmd.runtime_call import conversion_call, local_size
+from parcompiler.spmd.runtime_call import conversion_call, is_same, local_size
 from parcompiler.spmd.sorting import OWN_ORDER, rows_of
 from parcompiler.spmd.special import special_call
 from parcompiler.spmd.strategy import Strategy, localized
@@ -370,16 +370,14 @@ class _Sharding(Rewriting):
         """A value as `user` needs it; all users in one layer share it."""
         (source,) = self.types[node]
         made = self.nodes[node]
-        if source == target:  # its size may be unknown
-            return made
         carries = carries and made.name in self.carrying
+        if is_same(source, target, carries=carries):  # its size may be unknown
+            return made
         key = node, target, carries, self.home[user]
         if key in self.converted:
             return self.converted[key]
         shape, nbytes = shape_of(node), nbytes_of(node)
         converting = conversion_call(source, target, shape, nbytes, self.n, carries=carries)
-        if converting is None:
-            return made
         call, args, kwargs, collectives = converting
         collectives = dataclasses.replace(collectives, apart=self.apart, axis=self.axis)
         meta, name = place(user, node) | {"exchange": collectives}, f"{node.name}_{call.name}"

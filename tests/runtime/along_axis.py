@@ -100,7 +100,6 @@ def converted(axis: Axis, source: Placement, target: Placement, size: int) -> st
     )
     own = given[axis.rank].requires_grad_()
     found = conversion_call(source, target, (size, size), value.nbytes, axis.size, carries=True)
-    assert found is not None
     call, args, kwargs, _ = found
     result = getattr(runtime, call.name)(own, *args, **kwargs)
     result.backward(coming[axis.rank])
