@@ -55,7 +55,7 @@ from parcompiler.capture.read import read
 from parcompiler.capture.renewal import renewed
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
-from parcompiler.capture.untouched import Attribute, check_attributes, untouched, watched
+from parcompiler.capture.untouched import Attribute, check_attributes, restored, untouched, watched
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph
 
@@ -206,7 +206,7 @@ def _export(
         checkpoints_run_once(), data_detached(),
         patched(BASE, apply=classmethod(traced)),
         patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
-        Known() as known,
+        restored(original) if copied is original else nullcontext(), Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         copies = LayerCopies(copied, known.follows)

@@ -223,6 +223,16 @@ def untouched(
 
 
 @contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Within it a model may change its attributes; afterwards they are as they were."""
+    attributes = Attributes(model)
+    try:
+        yield
+    finally:
+        attributes.restore()
+
+
+@contextmanager
 def watched(
     model: nn.Module,
     around: Callable[[], AbstractContextManager[None]],

@@ -27,10 +27,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from parcompiler.capture.effects import overload_name
+from parcompiler.capture.functions import Applied
 from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.lift import lift
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, LaunchError
 from parcompiler.graph import Graph
 from parcompiler.passes.shard.context import of_one_rank
 from parcompiler.problem import prepared
@@ -156,8 +157,14 @@ def _as_compiled(program: Compiled, seed: int, steps: Progress, compiled: bool) 
             native = trial.judged(running.result())
         if double is None:
             return Verification(native, None, note)
-        with steps("the ranks in float64"):
-            lifted = double.judged(double.run())
+        try:
+            with steps("the ranks in float64"):
+                lifted = double.judged(double.run())
+        except LaunchError as error:
+            if not (names := _functions(graph)):
+                raise
+            why = f"no float64 comparison: a program of {', '.join(names)} fails in it ({error})"
+            return Verification(native, None, "; ".join(filter(None, (why, note))))
     reference, exact = trial.reference, double.reference
     if not native.ok and lifted.ok and native.compiled_inputs == lifted.compiled_inputs:
         # A batch norm of two values, say, turns the last bits of its operands into the fifth digit
@@ -210,6 +217,12 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
     if mesh.expert > 1:
         double = on_expert_ranks(double, mesh)
     return _trial(program, double, seed, torch.float64, folder, compiled)
+
+
+def _functions(graph: Graph) -> list[str]:
+    """The autograd Functions of a model: their code may have dtypes of its own."""
+    targets = (node.target for node in graph.fx_graph.nodes)
+    return sorted({target.name for target in targets if isinstance(target, Applied)})
 
 
 def _gain_history(graph: Graph) -> list[str]:

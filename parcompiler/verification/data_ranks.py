@@ -64,7 +64,7 @@ class DataRanks:
         each = [(_values(weights), original.updated()) for _ in ranks]
         for number, batch in enumerate(batches):
             for r, of_rank in enumerate(ranks):
-                original.set_values(each[r][1])
+                original.begin(each[r][1])
                 loss, gradients = self.step_of(r, batch, each[r][0])
                 first = first or gradients
                 losses += [loss] if r == 0 else []
@@ -140,7 +140,7 @@ class DataRanks:
         size, first = 1 if self._lowered.zero > 1 else each, before
         groups: list[list[Gradients]] = [[] for _ in range(0, each, size)]
         for r in range(self._lowered.data):
-            original.set_values(before)
+            original.begin(before)
             for k, group in enumerate(groups):
                 numbers = range(r * each + k * size, r * each + (k + 1) * size)
                 losses += original.backward(batch, numbers, each * self._lowered.data)

@@ -36,7 +36,7 @@ from parcompiler.capture.lift import lifted, lifting
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.narrow import mixed, narrowed
 from parcompiler.capture.patches import patched
-from parcompiler.capture.untouched import untouched
+from parcompiler.capture.untouched import Attributes, untouched
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.instruction import Instruction, Kind
@@ -119,6 +119,7 @@ class Original:
             self._nudge()
         self.masters = self.parameters | masters
         self._buffers = [name for name, _ in _named(self.whole.named_buffers())]
+        self._attributes = Attributes(self.whole)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -260,6 +261,13 @@ class Original:
             for name, value in values.items():
                 tensors[name].copy_(value)
 
+    def begin(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Let a data rank begin: what forwards update has these values, and attributes are as they
+        were before any ran (they say whether a table in a buffer has been made)."""
+        if values:
+            self._attributes.restore()
+            self.set_values(values)
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
         return self.parameters | dict(_named(self.whole.named_buffers()))
@@ -285,7 +293,7 @@ def accumulated(
         for r in range(ranks):
             if r:
                 first = first or original.updated()
-                original.set_values(before)
+                original.begin(before)
             losses += original.backward(batch, range(r * each, (r + 1) * each), count)
     original.set_values(first)
     mean = torch.stack(losses).mean()

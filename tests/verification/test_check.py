@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -183,6 +184,68 @@ def test_a_difference_that_one_rounding_makes_to_the_model_too_is_none() -> None
     assert not compare(plain, found, names, again=again).ok
     assert torch.equal(model.layer.weight, weight)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Cached(nn.Module):
+    """Makes a table in a buffer when it first runs, and cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.made = nn.Linear(4, 4), False
+        self.lock = threading.Lock()
+        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.made:
+            self.get_buffer("table").copy_(torch.arange(4.0))
+            self.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+            self.made = True
+        loss: torch.Tensor = (self.layer(x) * self.table * self.mask).square().mean()
+        return loss
+
+
+def test_each_data_rank_makes_its_tables_and_the_model_is_left_alone() -> None:
+    model = Cached()
+    program = compiled(model, pc.Mesh(data=2))
+    buffers = dict(model.named_buffers())
+    assert not model.made and [*buffers] == ["table"] and not buffers["table"].any()
+    found = program.verify()
+    assert found.ok, str(found)
+    assert not model.made and [name for name, _ in model.named_buffers()] == ["table"]
+
+
+class InFloat32(torch.autograd.Function):
+    """Takes nothing but float32 within."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, torch.eye(4, dtype=torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class Custom(nn.Module):
+    """A layer with such a Function behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = InFloat32.apply(self.layer(x))  # type: ignore[no-untyped-call]
+        return made.square().mean()
+
+
+def test_functions_that_fail_in_float64_are_named() -> None:
+    found = compiled(Custom()).verify()
+    assert found.ok, str(found)
+    assert found.lifted is None
+    assert "no float64 comparison: a program of InFloat32 fails in it" in found.note
 
 
 class Criterion(nn.Module):
