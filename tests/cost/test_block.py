@@ -20,18 +20,30 @@ def test_two_traces_of_a_block_are_equal() -> None:
     assert layer.cost() == layer.cost()
 
 
+def python_objects() -> None:
+    """Some 20 ms of Python on a core that is neither new nor old."""
+    made: dict[int, tuple[int, str]] = {}
+    for i in range(200_000):
+        made[i % 1000] = i, str(i)
+
+
 def test_a_large_layer_is_traced_without_memory_and_in_well_under_50_ms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.device("meta"):
         layer = capture(GptLayer(8192, 64), torch.randn(8, 4096, 8192))
-    seconds = []
-    for _ in range(5):
+
+    def traced() -> None:
         monkeypatch.setattr(known_results, "_known", {})  # as if its sizes were new
-        start = time.process_time()
         layer.cost()
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05
+
+    seconds: dict[Any, list[float]] = {traced: [], python_objects: []}
+    for _ in range(5):
+        for work, taken in seconds.items():
+            start = time.process_time()
+            work()
+            taken.append(time.process_time() - start)
+    assert min(seconds[traced]) < 2.3 * min(seconds[python_objects])  # whatever the machine
 
 
 def test_views_cost_nothing_and_bytes_are_those_read_and_written() -> None:
