@@ -127,7 +127,7 @@ def why_so_few(graph: Graph) -> str:
     return f"the forward of the model consists of {count}: put layers into an nn.ModuleList"
 
 
-def binding(graph: Graph) -> list[fx.Node]:
+def joining_updates(graph: Graph) -> list[fx.Node]:
     """The updates in place that would join pieces of `graph` at the coarsest level."""
     effects = effects_of(graph)
     segments = _segments(graph, _divisible(graph), 1) if effects.writers else []

@@ -16,65 +16,67 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.capture.blocks import binding
-from parcompiler.capture.effects import Effects, effects_of, is_random, mutated_operands
+from parcompiler.capture.blocks import joining_updates
+from parcompiler.capture.effects import Effects, effects_of, overload_name
 from parcompiler.capture.gradients import is_unrecorded
 from parcompiler.capture.rewriting import Rewriting
 from parcompiler.graph import Graph
 
+_SUMS = ("add_", "sub_", "mul_", "div_")
+
 
 def renewed(graph: Graph) -> Graph:
-    """`graph` with new tensors for the updates that would join its blocks, where that is the same;
-    the graph itself where there are none."""
-    effects, chosen = effects_of(graph), dict[fx.Node, Callable[..., Any]]()
-    for node in binding(graph):
-        function = _function(node)
-        if function is not None and _is_last(node, effects):
-            chosen[node] = function
+    """`graph` with new tensors for the sums and products in place that would join its blocks, where
+    that is the same; the graph itself where there are none."""
+    effects = effects_of(graph)
+    chosen = {node for node in joining_updates(graph) if _is_replaceable(node, effects)}
     if not chosen:
         return graph
     rewriting = Rewriting(graph)
     for node in graph.fx_graph.nodes:
         if node in chosen:
-            _renew(rewriting, node, chosen[node])
+            _renew(rewriting, node)
         else:
             rewriting.copy(node)
     return rewriting.rewritten()
 
 
-def _function(node: fx.Node) -> Callable[..., Any] | None:
-    """The operator that returns in a new tensor what a node writes into its first operand; None
-    where there is none, where chance would be another, and under `no_grad`, where a new tensor has
+def _is_replaceable(node: fx.Node, effects: Effects) -> bool:
+    """Whether a new tensor is the same to all that follows: nothing reads the memory afterwards but
+    through the result, whose elements have the same places. Under `no_grad` a new tensor would have
     no history."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or is_random(node) or is_unrecorded(node):
-        return None
-    if list(mutated_operands(node)) != [node.args[0]] or torch.Tag.inplace_view in target.tags:
-        return None
-    packet = getattr(torch.ops.aten, target._opname.removesuffix("_"), None)
-    function = getattr(packet, target._overloadname, None)
-    return function if function is not target else None
-
-
-def _is_last(node: fx.Node, effects: Effects) -> bool:
-    """Whether nothing reads the memory that a node updates afterwards, but through its result."""
     root = effects.root(node)
-    if root.op == "placeholder":
+    if overload_name(node) not in _SUMS or is_unrecorded(node) or root.op == "placeholder":
         return False
     before = [other for other in effects.sharing(root) if effects.is_before(other, node)]
     users = (user for other in before for user in other.users)
-    return not any(effects.is_before(node, user) for user in users)
+    if any(effects.is_before(node, user) for user in users):
+        return False
+    value, made = node.meta["val"], _value(node)
+    return bool(made.shape == value.shape and made.stride() == value.stride())
 
 
-def _renew(rewriting: Rewriting, node: fx.Node, function: Callable[..., Any]) -> None:
+def _function(node: fx.Node) -> Callable[..., Any]:
+    """The operator that returns in a new tensor what a node writes into its first operand."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    packet = getattr(torch.ops.aten, node.target._opname.removesuffix("_"))
+    function: Callable[..., Any] = getattr(packet, node.target._overloadname)
+    return function
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    """What that returns, without data."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    with torch.no_grad():
+        value: torch.Tensor = _function(node)(*args, **kwargs)
+    return value
+
+
+def _renew(rewriting: Rewriting, node: fx.Node) -> None:
     """Let a new tensor of the same dtype stand for the result of an update in place."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), rewriting.nodes.__getitem__)
-    values = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    with torch.no_grad():
-        meta = {**node.meta, "val": function(*values[0], **values[1])}
+    meta, name = {**node.meta, "val": _value(node)}, overload_name(node).removesuffix("_")
     carries = node.name in rewriting.whole.differentiable
-    name = node.name.rstrip("_")
-    made = rewriting.insert(name, function, args, meta, carries=carries, kwargs=kwargs)
-    rewriting.keep(
-        node, rewriting.made.call_function(torch.ops.aten.type_as.default, (made, args[0]))
-    )
+    made = rewriting.insert(name, _function(node), args, meta, carries=carries, kwargs=kwargs)
+    cast = rewriting.made.call_function(torch.ops.aten.type_as.default, (made, args[0]))
+    rewriting.keep(node, cast)

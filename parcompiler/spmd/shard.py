@@ -377,8 +377,9 @@ class _Sharding(Rewriting):
         if key in self.converted:
             return self.converted[key]
         shape, nbytes = shape_of(node), nbytes_of(node)
-        converting = conversion_call(source, target, shape, nbytes, self.n, carries=carries)
-        call, args, kwargs, collectives = converting
+        call, args, kwargs, collectives = conversion_call(
+            source, target, shape, nbytes, self.n, carries=carries
+        )
         collectives = dataclasses.replace(collectives, apart=self.apart, axis=self.axis)
         meta, name = place(user, node) | {"exchange": collectives}, f"{node.name}_{call.name}"
         kwargs = {**kwargs, **self.own_axis}

@@ -23,16 +23,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from torch import fx
 
 from parcompiler.capture.effects import overload_name
 from parcompiler.capture.functions import Applied
 from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.lift import lift
+from parcompiler.capture.prologue import is_sendable
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
-from parcompiler.errors import InputError, LaunchError
-from parcompiler.graph import Graph
+from parcompiler.errors import InputError
+from parcompiler.graph import Graph, tensors_of
 from parcompiler.passes.shard.context import of_one_rank
 from parcompiler.problem import prepared
 from parcompiler.progress import Progress
@@ -157,14 +160,8 @@ def _as_compiled(program: Compiled, seed: int, steps: Progress, compiled: bool) 
             native = trial.judged(running.result())
         if double is None:
             return Verification(native, None, note)
-        try:
-            with steps("the ranks in float64"):
-                lifted = double.judged(double.run())
-        except LaunchError as error:
-            if not (names := _functions(graph)):
-                raise
-            why = f"no float64 comparison: a program of {', '.join(names)} fails in it ({error})"
-            return Verification(native, None, "; ".join(filter(None, (why, note))))
+        with steps("the ranks in float64"):
+            lifted = double.judged(double.run())
     reference, exact = trial.reference, double.reference
     if not native.ok and lifted.ok and native.compiled_inputs == lifted.compiled_inputs:
         # A batch norm of two values, say, turns the last bits of its operands into the fifth digit
@@ -206,6 +203,9 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
         if name in ("_grouped_mm", "grouped_mm"):
             message = f"{name} has no kernel for it"
             raise _NoReference(message)
+        if fault := _fault(node):
+            message = f"{node.target!r} fails in it ({fault})"
+            raise _NoReference(message)
     if mesh.tensor * mesh.context > 1 and (names := _gain_history(program.captured)):
         message = (
             f"under no_grad {names[0]!r} casts to another dtype, which cuts gradients off, and in "
@@ -219,10 +219,27 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
     return _trial(program, double, seed, torch.float64, folder, compiled)
 
 
-def _functions(graph: Graph) -> list[str]:
-    """The autograd Functions of a model: their code may have dtypes of its own."""
-    targets = (node.target for node in graph.fx_graph.nodes)
-    return sorted({target.name for target in targets if isinstance(target, Applied)})
+def _fault(node: fx.Node) -> str:
+    """Why a Function does not run in the precision of a lifted graph, as the ranks run it; empty
+    where it does, or nodes that are none."""
+
+    def stand_in(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        made = torch.ones(value.shape, dtype=value.dtype)
+        if not made.is_floating_point():
+            return made.zero_()  # an index, say
+        return made.requires_grad_().clone()  # which a Function may update
+
+    if not isinstance(node.target, Applied) or not all(map(is_sendable, node.all_input_nodes)):
+        return ""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            for one in tensors_of(node.target(*fx.map_arg(node.args, stand_in))):
+                if one.requires_grad:
+                    one.sum().backward(retain_graph=True)
+    except Exception as error:  # whatever a user's Function raises
+        return str(error).partition("\n")[0] or repr(error)
+    return ""
 
 
 def _gain_history(graph: Graph) -> list[str]:

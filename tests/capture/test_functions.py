@@ -136,6 +136,7 @@ def test_one_that_is_called_by_another_name_keeps_its_backward() -> None:
     program = pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=2)
     found = program.verify()
     assert found.ok, str(found)
+    assert found.lifted is not None, found.note
 
 
 def test_afterwards_functions_are_as_before() -> None:

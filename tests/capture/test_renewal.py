@@ -56,6 +56,10 @@ def into_half(total: torch.Tensor, x: torch.Tensor) -> None:
     total[:, :4] += x[:, 4:]
 
 
+def in_float32(total: torch.Tensor, x: torch.Tensor) -> None:
+    total += x.to(torch.float32)
+
+
 def without_history(total: torch.Tensor, x: torch.Tensor) -> None:
     with torch.no_grad():
         total += x
@@ -87,6 +91,17 @@ def test_what_is_read_otherwise_stays_an_update(add: Step) -> None:
     program = pc.compile(model, pc.Mesh(), X)
     assert len(program.plan.stages or ()) == 1
     assert program.verify().ok
+
+
+def test_the_sum_keeps_the_dtype_of_its_memory() -> None:
+    model = Branches(in_float32)
+    program = pc.compile(model, pc.Mesh(pipeline=2), X, microbatches=2, precision="bf16")
+    nodes = program.problem.graph.fx_graph.nodes
+    sums = [node for node in nodes if overload_name(node) == "type_as"]
+    assert len(sums) == 4
+    assert all(node.meta["val"].dtype == torch.bfloat16 for node in sums)
+    found = program.verify()
+    assert found.ok, str(found)
 
 
 def test_an_update_within_one_layer_stays() -> None:

@@ -27,7 +27,7 @@ def python_objects() -> None:
         made[i % 1000] = i, str(i)
 
 
-def test_a_large_layer_is_traced_without_memory_and_in_well_under_50_ms(
+def test_a_large_layer_is_traced_without_memory_and_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.device("meta"):

@@ -99,8 +99,9 @@ def converted(axis: Axis, source: Placement, target: Placement, size: int) -> st
         dealt(gradient, DUAL.get(target, target), axis.size),
     )
     own = given[axis.rank].requires_grad_()
-    found = conversion_call(source, target, (size, size), value.nbytes, axis.size, carries=True)
-    call, args, kwargs, _ = found
+    call, args, kwargs, _ = conversion_call(
+        source, target, (size, size), value.nbytes, axis.size, carries=True
+    )
     result = getattr(runtime, call.name)(own, *args, **kwargs)
     result.backward(coming[axis.rank])
     if not agrees(everywhere(axis, result), target, value):

@@ -245,7 +245,10 @@ def test_functions_that_fail_in_float64_are_named() -> None:
     found = compiled(Custom()).verify()
     assert found.ok, str(found)
     assert found.lifted is None
-    assert "no float64 comparison: a program of InFloat32 fails in it" in found.note
+    assert (
+        "no float64 comparison: tests.verification.test_check.InFloat32.apply fails in it"
+        in found.note
+    )
 
 
 class Criterion(nn.Module):
