@@ -12,7 +12,6 @@ as long as this lowers a measure, first of what is above the limits, then of the
 from __future__ import annotations
 
 import bisect
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import truediv
 
@@ -23,7 +22,6 @@ from parcompiler.passes.divide.task import DivisionTask
 
 Measure = Callable[[DivisionCosts], tuple[float, ...]]
 SWEEPS = 200  # over cuts; a dozen is usual
-RESTARTS, SMALL = 8, 600  # as many, where blocks times stages are no more
 LARGE = 4000  # blocks times stages
 NEAR = 4  # cuts at either side of one that moved, which may move next
 REACH = 16  # cuts that move together; with 8 a step on unequal ranks was 4 % longer
@@ -32,8 +30,8 @@ REACH = 16  # cuts that move together; with 8 a step on unequal ranks was 4 % lo
 def moved_runs(task: DivisionTask) -> list[tuple[int, ...]]:
     """Good divisions into runs in which nothing runs twice, those that fit.
 
-    They are what moves lead to from even runs and, where memory is short, from lean ones; else, if
-    the task is small, also from some at random; and those with the least slowest rank (`pairs`).
+    They are what moves lead to from even runs and, where memory is short, from lean ones, and those
+    with the least slowest rank (`pairs`).
     In a large task with two stages on each rank nothing is moved: that took longer than all else
     and found nothing better than pairs and even stages.
     """
@@ -59,13 +57,8 @@ def _moved(task: DivisionTask, starts: Iterable[tuple[int, ...]]) -> list[tuple[
 def _starts(task: DivisionTask) -> Iterator[tuple[int, ...]]:
     """Runs to begin with."""
     yield even_runs(task)
-    blocks, chance = len(task.loads), random.Random(0)
     if task.most > min(task.room):
         yield lean_runs(task)
-    elif blocks * task.stages <= SMALL:
-        for _ in range(RESTARTS):
-            cuts = sorted(chance.sample(range(1, blocks), task.stages - 1))
-            yield tuple(bisect.bisect_right(cuts, i) for i in range(blocks))
 
 
 def slim_runs(task: DivisionTask) -> tuple[int, ...]:
