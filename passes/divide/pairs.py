@@ -59,7 +59,7 @@ def slowest_pair(task: DivisionTask, known: int = 0) -> int:
     >>> slowest_pair(task) * task.unit > 3.98
     True
     """
-    roomy = dataclasses.replace(task, limits=[math.inf] * task.ranks)
+    roomy = dataclasses.replace(task, limits=[math.inf] * task.ranks, held=[()] * task.ranks)
     for sides in _sides(roomy, sum(task.compute)):
         if sides.is_v and sides.taken(known) is None and (found := _least(roomy, sides, None)):
             return found[0] - max(1, task.even // PRECISION)
