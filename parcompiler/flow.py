@@ -38,7 +38,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
-from parcompiler.prices import stage_costs
+from parcompiler.prices import lowered_step, stage_costs
 from parcompiler.problem import LEVELS, Problem, prepared
 from parcompiler.program import Program
 from parcompiler.progress import Progress
@@ -81,7 +81,8 @@ def flow(
             with steps("simplify"):
                 one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
                 graph = prepared(captured, options, one_mesh, options.dtype)
-                problem = on_axes(Problem(graph, one_mesh, options, bench=bench), plan)
+                bare = Problem(graph, one_mesh, options, bench=bench, judge=lowered_step)
+                problem = on_axes(bare, plan)
             if not isinstance(mesh, Cluster):
                 return captured, problem, _planned(problem, chosen, plan, steps)
             found, problem, best = search(

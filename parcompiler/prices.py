@@ -9,6 +9,7 @@ from parcompiler.cost import collective
 from parcompiler.data_updates import is_factored
 from parcompiler.graph import Parameter
 from parcompiler.instruction import Instruction, Kind, is_of_experts
+from parcompiler.lower import lower
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.shard.local import local
@@ -17,6 +18,8 @@ from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline import StageCost, Timeline, VocabularyCost, free, simulate
+
+FEW = 2  # micro-batches for each rank, after which each further one takes as long
 
 
 def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
@@ -30,6 +33,33 @@ def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
         left_seconds=left_seconds(rank_problem, plan, lowered),
         vocabulary=vocabulary_cost(rank_problem, plan),
     )
+
+
+def lowered_step(problem: Problem, plan: Plan) -> float:
+    """Seconds of the step of a plan as it will be lowered; `problem` is that of a rank. Of many
+    micro-batches a few are simulated, and the others take as long as the last of these do."""
+    assert plan.granularity is not None, "the passes decide it"
+    cut = problem.priced(plan.granularity).cut
+    vocabulary = vocabulary_cost(problem, plan)
+
+    def step(microbatches: int) -> float:
+        few = replace(plan, microbatches=microbatches)
+        lowered = lower(problem.graph, few, cut)
+        return simulate_lowered(
+            lowered,
+            stage_costs(problem, few, lowered),
+            message_seconds(problem, lowered),
+            collective_seconds=collective_seconds(problem, lowered),
+            left_seconds=left_seconds(problem, few, lowered),
+            vocabulary=vocabulary,
+        ).step_time
+
+    m, ranks = plan.microbatches, plan.mesh.pipeline
+    few = FEW * ranks + m % ranks
+    if m <= few + ranks or plan.orders is not None:
+        return step(m)
+    first, second = step(few), step(few + ranks)
+    return second + (second - first) * (m - few - ranks) / ranks
 
 
 def simulate_lowered(

@@ -47,6 +47,7 @@ from parcompiler.plan import Plan, Sharding, TemplateTime, VocabularyTime
 from parcompiler.priced import Priced
 
 Found = TypeVar("Found")
+Judge = Callable[["Problem", Plan], float]
 
 SPARE = 0.01  # of the memory stays free where parameters are gathered, twice that in pipelines
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
@@ -97,7 +98,8 @@ class Problem:
     whether cheap operators of all blocks run again in the backward (see `cost.selective`).
     `offload`: whether recomputed blocks are offloaded instead. With context ranks, `graph` is that
     of one of them, and `context` how it was divided. `bench` measures times where they are not
-    modelled.
+    modelled. `judge` says what the step of a plan of one rank's problem takes once it is lowered:
+    asked where the passes' own estimate is not exact (see `zero.step_of`).
     """
 
     graph: Graph
@@ -108,6 +110,7 @@ class Problem:
     selective: bool = False
     offload: bool = False
     context: Sharding | None = None
+    judge: Judge | None = field(default=None, repr=False, compare=False)
     cache: Cache = field(default_factory=Cache, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:

@@ -43,7 +43,7 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
             found = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
         return replace(found, step_time=found.step_time + _update(plan, stages, everywhere))
 
-    return problem.once(("estimate", *_known(plan)), find)
+    return problem.once(("estimate", *decisions(plan)), find)
 
 
 def update_seconds(problem: Problem, plan: Plan) -> float:
@@ -100,7 +100,7 @@ def _headless(plan: Plan) -> Schedule:
     return replace(schedule, orders=orders)
 
 
-def _known(plan: Plan) -> tuple[Hashable, ...]:
+def decisions(plan: Plan) -> tuple[Hashable, ...]:
     """Cache key: the decisions that the step of a plan depends on."""
     choice = plan.vocabulary
     order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
@@ -120,7 +120,7 @@ def costs(
     """
     if tensors is None:
         every = _blocks(problem, plan)
-        key = "stage costs", *_known(plan)
+        key = "stage costs", *decisions(plan)
         return problem.once(key, lambda: _costs(problem, plan, _held(problem, plan, every)))
     return _costs(problem, plan, tensors, lowered=True)
 

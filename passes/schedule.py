@@ -105,14 +105,19 @@ class Weighing:
         self.least = [self._even(candidate) for candidate in self.candidates]
 
     def _even(self, candidate: Plan) -> float:
-        """Seconds of even stages, or a lower bound of it that is too long already."""
+        """Seconds of even stages, or a lower bound of it that is too long already.
+
+        Of compute alone where parameters are gathered: that goes on while stages wait for each
+        other, and schedules differ in this.
+        """
         below = self.asked.below
+        problem = self.problem.at_zero("auto") if self.problem.gathers else self.problem
         for bound in (roomy_bound, busy_bound, even_step):
-            if (least := bound(self.problem, candidate)) >= below:
+            if (least := bound(problem, candidate)) >= below:
                 return least
         if below == math.inf:
             return least
-        least, floor = shared_step(self.problem, candidate), self.asked.floor(candidate, below)
+        least, floor = shared_step(problem, candidate), self.asked.floor(candidate, below)
         return floor if floor >= below else least  # others have no level of ZeRO yet, too
 
     def order(self) -> list[int]:

@@ -36,7 +36,7 @@ from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
 from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.passes.base import GAIN, MARGIN, Bounding
-from parcompiler.passes.estimate import costs, estimate, held, update_seconds
+from parcompiler.passes.estimate import costs, decisions, estimate, held, update_seconds
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
@@ -44,6 +44,7 @@ from parcompiler.problem import LEVELS, Problem
 from parcompiler.schedules.planned import outline, shorter
 from parcompiler.timeline import StageCost
 
+DEEP = 16  # ranks of a pipeline whose lowered step is simulated to choose a plan
 FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what makes gradients of parameters final
 
 
@@ -111,7 +112,7 @@ def _lowest(
     if whole.fits:  # the highest levels have longer steps than the first
         shared = _is_slow(rank_problem, lean, whole) and share_of(rank_problem, lean, 1).fits
         return dataclasses.replace(lean, zero=int(shared))
-    shares = [share_of(rank_problem, lean, level) for level in at]
+    shares = [_judged(rank_problem, lean, level) for level in at]
     enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - MARGIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
     best = None
@@ -145,7 +146,7 @@ def _lowest(
             if best:  # nor is any with less memory
                 floors |= {k: max(below, floors[k]) for k in floors if k < share.level}
             continue
-        step = share_of(local(problem, trial), trial, share.level).step
+        step = step_of(local(problem, trial), trial)
         if best is None or step < (1 - GAIN) * best[0]:
             best = step, trial
     if best is None or _least_of(problem, best[1]) >= most:
@@ -162,6 +163,15 @@ def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
     )
     late = [max(x.late for x in _exchanges(at, plan)) for at in (none, first)]
     return saved + late[0] - late[1] > MARGIN * whole.step
+
+
+def _judged(problem: Problem, plan: Plan, level: int) -> DataShare:
+    """`share_of` a plan whose level is open, with the step that `step_of` says."""
+    share = share_of(problem, plan, level)
+    if level < 3 or not share.fits:
+        return share
+    step = step_of(problem.at_zero(level), dataclasses.replace(plan, zero=level))
+    return dataclasses.replace(share, step=step, exposed=share.exposed + step - share.step)
 
 
 def _least_of(problem: Problem, plan: Plan) -> float:
@@ -201,7 +211,15 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
 
 def step_of(problem: Problem, plan: Plan) -> float:
     """Seconds of the step of a plan, with what data ranks exchange behind its last compute; where
-    the level is open yet, at none. `problem` is that of a rank."""
+    the level is open yet, at none. `problem` is that of a rank.
+
+    At the third level of a pipeline gathers and scatters go one after another beside passes that
+    also wait for other stages, which stage costs cannot say: there the lowered step is simulated,
+    of as many ranks as that takes no longer for than all else.
+    """
+    if problem.gathers and problem.judge and 1 < plan.mesh.pipeline <= DEEP:
+        judge = problem.judge
+        return problem.once(("judged", *decisions(plan)), lambda: judge(problem, plan))
     seconds = estimate(problem, plan).step_time
     if problem.mesh.replicas == 1 or problem.options.asynchronous:
         return seconds
