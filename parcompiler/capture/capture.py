@@ -75,9 +75,12 @@ def capture(
     The parameters of a loss that is a module are trained too, under names that begin with "loss.";
     `in_float32` casts the loss to that. `outputs` are names of outputs to keep beside the loss.
     Raises CaptureError with the module path, the source line and advice; InputError for inputs
-    that the model's forward does not take, and for a lazy module before its first forward.
+    that the model's forward does not take, for a lazy module before its first forward, and for
+    parameters that share memory without being one tensor.
     """
     _check_shapes(model)
+    _check_scripts(model)
+    _check_memory(model)
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
     _check_rows(inputs)
@@ -165,6 +168,40 @@ def _check_shapes(model: nn.Module) -> None:
                 "once, then compile it (a lazy module takes its shapes from its first forward)"
             )
             raise InputError(message)
+
+
+def _check_scripts(model: nn.Module) -> None:
+    """Refuse modules that torch.jit has compiled: nothing in them can be divided."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            message = (
+                f"{name!r} of {type(model).__name__} is a torch.jit.ScriptModule, whose forward is "
+                "no Python: take the module that it was made of"
+            )
+            raise CaptureError(message)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse a parameter and another tensor in the same memory, which an optimizer would change
+    together: ranks have memory of their own. Strided views of one tensor may be apart."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    found: list[tuple[int, int, str, torch.Tensor]] = []
+    for name, tensor in named:
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+            if tensor.is_contiguous() and tensor.numel() and tensor.data_ptr():
+                begin = tensor.data_ptr()
+                found.append((begin, begin + tensor.nbytes, name, tensor))
+    end, last = 0, ("", torch.empty(0))
+    for begin, behind, name, tensor in sorted(found, key=lambda item: item[:2]):
+        if begin < end and (tensor.requires_grad or last[1].requires_grad):
+            message = (
+                f"{last[0]!r} and {name!r} of {type(model).__name__} lie in the same memory, so "
+                "that an update of one changes the other: let both modules have one nn.Parameter "
+                "(b.weight = a.weight), or copy the tensor (.clone())"
+            )
+            raise InputError(message)
+        if behind > end:
+            end, last = behind, (name, tensor)
 
 
 def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def inline_regions(
         ):
             continue
         name = node.target.name()
-        region = _region(name, node)
+        region = _region(name, node, contexts)
         if region is None:
             message = (
                 f"the operator {name!r} holds a sub-graph that cannot be divided; {where(node)}"
@@ -60,15 +60,20 @@ def inline_regions(
         _inline(graph, node, owner.get_submodule(str(body.target)), operands, inner)
 
 
-def _region(name: str, node: fx.Node) -> tuple[Context | None, fx.Node, tuple[Any, ...]] | None:
-    """The context, the submodule and the operands of a region; None if it is of another kind."""
+def _region(
+    name: str, node: fx.Node, contexts: tuple[Context, ...]
+) -> tuple[Context | None, fx.Node, tuple[Any, ...]] | None:
+    """The context, the submodule and the operands of a region under others; None if it is of
+    another kind."""
     if name == "wrap_with_set_grad_enabled":
         enabled, body, *operands = node.args
         context: Context | None = ("enable_grad",) if enabled else ("no_grad",)
     elif name == "wrap_with_autocast":
         device, dtype, enabled, _cache, body, *operands = node.args
-        # Regions that switch autocast off (rotary tables) change nothing unless it was on.
-        context = ("autocast", device, str(dtype).removeprefix("torch."), True) if enabled else None
+        # Regions that switch autocast off (rotary tables) change nothing unless it is on around.
+        is_on = any(around[:2] == ("autocast", device) for around in contexts)
+        context = ("autocast", device, str(dtype).removeprefix("torch."), enabled)
+        context = context if enabled or is_on else None
     else:
         return None
     assert isinstance(body, fx.Node)

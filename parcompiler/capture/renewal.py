@@ -10,6 +10,7 @@ nothing reads the memory afterwards but through the result of the update, a new 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import fx
 
 from parcompiler.capture.blocks import joining_updates
 from parcompiler.capture.effects import Effects, effects_of, overload_name
-from parcompiler.capture.gradients import is_unrecorded
+from parcompiler.capture.gradients import differentiable, is_unrecorded
 from parcompiler.capture.rewriting import Rewriting
 from parcompiler.graph import Graph
 
@@ -38,7 +39,10 @@ def renewed(graph: Graph) -> Graph:
             _renew(rewriting, node)
         else:
             rewriting.copy(node)
-    return rewriting.rewritten()
+    made = rewriting.rewritten()  # what was updated, zeros maybe, carries no gradient any more
+    trainable = [item.node for item in made.parameters if item.trainable]
+    carrying = differentiable(made.fx_graph, trainable, made.loss)
+    return dataclasses.replace(made, differentiable=carrying)
 
 
 def _is_replaceable(node: fx.Node, effects: Effects) -> bool:

@@ -171,8 +171,10 @@ def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
             texts += ["zigzag=True"] if zigzag else []
             call = f"runtime.own_draws({', '.join(texts)})"
         elif kind == "autocast":
-            device, dtype, _enabled = arguments
-            call = f'torch.autocast("{identifier(str(device))}", dtype=torch.{identifier(dtype)})'
+            device, dtype, enabled = arguments
+            off = "" if enabled else ", enabled=False"
+            where = identifier(str(device))
+            call = f'torch.autocast("{where}", dtype=torch.{identifier(dtype)}{off})'
         else:
             call = f"torch.{kind}()"
         yield f"{' ' * (INDENT + 4 * depth)}with {call}:"

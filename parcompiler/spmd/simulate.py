@@ -105,8 +105,8 @@ def _faults(call: NodeCall, strategy: Strategy, n: int) -> Iterator[str]:
 def attempt(call: NodeCall, inputs: Sequence[Placement], n: int) -> list[list[torch.Tensor]]:
     """The results on every rank of the plain operator on operands of these types."""
     strategy = Strategy(tuple(inputs), ())
-    operands = [dealt(v, t, n) for v, t in zip(_values(call), inputs, strict=True)]
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        operands = [dealt(v, t, n) for v, t in zip(_values(call), inputs, strict=True)]
         return [
             list(tensors_of(run(call, [x[rank] for x in operands], strategy, (n, rank))))
             for rank in range(n)

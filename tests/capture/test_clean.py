@@ -171,3 +171,26 @@ def along(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_function_that_torch_transforms_is_refused_by_name(transform: Any, message: str) -> None:
     with pytest.raises(pc.CaptureError, match=message):
         capture(Transformed(transform), {"x": torch.ones(2, 4)})
+
+
+class Routed(nn.Module):
+    """A layer in float32 within autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.layer(x)
+            with torch.autocast("cpu", enabled=False):
+                x = self.router(x.float())
+        return x.square().mean()
+
+
+def test_what_autocast_leaves_out_is_computed_in_float32() -> None:
+    model, x = Routed(), torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    program = pc.compile(model, pc.Mesh(device="cpu"), (x,), microbatches=1, progress=False)
+    with program.worker() as worker:
+        assert worker.step((x,)).item() == model(x).item()

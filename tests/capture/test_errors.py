@@ -249,3 +249,42 @@ def test_an_operator_without_a_derivative_is_named_when_gradients_need_it(functi
     with pytest.raises(CaptureError, match=rf"no derivative of '{name}'.*detach.*test_errors"):
         pc.compile(Stepping(detached=False), pc.Mesh(), XY)
     pc.compile(Stepping(detached=True), pc.Mesh(), XY)
+
+
+class Tied(nn.Module):
+    """A head with the numbers of the embedding: in its memory, or in memory of its own."""
+
+    def __init__(self, *, copied: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        data = self.table.weight.data
+        self.head.weight.data = data.clone() if copied else data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.table(x)).square().mean()
+        return loss
+
+
+def test_parameters_in_one_memory_are_refused() -> None:
+    inputs = {"x": torch.zeros(4, 2, dtype=torch.long)}
+    with pytest.raises(InputError, match=r"'head\.weight' of Tied lie in the same memory"):
+        capture(Tied(copied=False), inputs)
+    capture(Tied(copied=True), inputs)
+
+
+def test_rows_of_one_tensor_are_parameters_of_their_own() -> None:
+    layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+    whole = torch.cat([p.detach().flatten() for p in layer.parameters()])
+    parts = whole.split([p.numel() for p in layer.parameters()])
+    for parameter, part in zip(layer.parameters(), parts, strict=True):
+        parameter.data = part.view_as(parameter)  # as its kernels on a GPU want them
+    model = nn.Sequential(layer)
+    capture(model, (torch.randn(2, 3, WIDTH),), loss=lambda output: output[0].square().mean())
+
+
+def test_a_scripted_module_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with pytest.warns(DeprecationWarning):
+        model[0] = torch.jit.script(model[0])
+    with pytest.raises(CaptureError, match=r"'0' of Sequential is a torch.jit.ScriptModule"):
+        capture(model, (torch.randn(2, WIDTH),), loss=torch.sum)

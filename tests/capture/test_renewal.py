@@ -109,3 +109,26 @@ def test_an_update_within_one_layer_stays() -> None:
     model = nn.Sequential(*layers)
     nodes = capture(model, (X["x"],), torch.Tensor.mean).fx_graph.nodes
     assert [overload_name(node) for node in nodes].count("relu_") == 2
+
+
+class Flow(nn.Module):
+    """An accumulator of zeros, beside an input that first meets a buffer."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(x.shape[0])
+        x = self.layer(x * self.scale)
+        total += x.sum(1)
+        return total.mean()
+
+
+def test_zeros_that_are_no_longer_updated_need_no_gradient() -> None:
+    assert "zeros" not in capture(Flow(), X).differentiable
+    program = pc.compile(Flow(), pc.Mesh(device="cpu"), X, microbatches=2, progress=False)
+    assert program.verify().ok

@@ -7,7 +7,7 @@ from parcompiler.spmd import P, R, S, Strategy
 from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.discover import discovered
 from parcompiler.spmd.rules import strategies
-from parcompiler.spmd.simulate import example
+from parcompiler.spmd.simulate import attempt, example
 from tests.spmd.cases import aten, below, real, source
 
 
@@ -65,3 +65,10 @@ def test_what_compares_with_numbers_is_tried_on_them(rows: int) -> None:
     one, two = torch.randn(2, rows, 16).unbind()
     call = example(torch.ops.aten.cosine_embedding_loss.default, one, two, torch.ones(rows))
     assert discovered(call, 2) == ()
+
+
+def test_to_find_a_rule_leaves_random_numbers_alone() -> None:
+    call = example(torch.ops.aten.mm.default, torch.ones(2, 4).double(), torch.ones(4, 3).double())
+    before = torch.get_rng_state()
+    attempt(call, (P, R), n=2)
+    assert torch.equal(torch.get_rng_state(), before)
