@@ -35,6 +35,7 @@ from parcompiler.capture.adaptive import on_all_rows
 from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.functions import BASE, call_functions, traced
+from parcompiler.capture.grad_modes import marked, noticed
 from parcompiler.capture.hooks import hooks_of, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
@@ -95,6 +96,7 @@ def capture(
                 check_attributes(original, args, kwargs)
         graph = exported.graph_module.graph
         clean.inline_regions(graph, exported.graph_module)
+        clean.enter_lost_regions(graph)
         call_functions(graph)
     clean.refuse_transforms(graph)
     clean.drop_objects(graph)
@@ -261,7 +263,12 @@ def _export(
                     # called: hardly any of it is, and that takes a third of the time of an export.
                     with _use_lazy_graph_module(True), suspended() as resumed:
                         whole.around = partial(watched, whole, resumed, changed)
-                        return torch.export.export(whole, args, kwargs, strict=False)
+                        with noticed() as lost:
+                            found = torch.export.export(whole, args, kwargs, strict=False)
+                        if not lost:
+                            return found
+                        with marked():
+                            return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
                 if copies.used:  # perhaps because of that
                     continue

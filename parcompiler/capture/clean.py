@@ -23,6 +23,7 @@ from parcompiler.capture.effects import (
     overload_name,
     viewed,
 )
+from parcompiler.capture.grad_modes import is_in_lost_region
 from parcompiler.capture.gradients import is_unrecorded, returned
 from parcompiler.capture.prologue import constants
 from parcompiler.capture.rewriting import copied
@@ -58,6 +59,13 @@ def inline_regions(
         context, body, operands = region
         inner = contexts + (() if context is None else (context,))
         _inline(graph, node, owner.get_submodule(str(body.target)), operands, inner)
+
+
+def enter_lost_regions(graph: fx.Graph) -> None:
+    """Let nodes stand under the `no_grad` that the export has lost."""
+    for node in graph.nodes:
+        if node.op == "call_function" and is_in_lost_region(node) and not is_unrecorded(node):
+            node.meta["contexts"] = (*node.meta.get("contexts", ()), ("no_grad",))
 
 
 def _region(
@@ -100,9 +108,8 @@ def _inline(
             elif inner.op == "output":
                 results = fx.map_arg(inner.args[0], lambda item: values[item])
             elif inner.op == "call_function":
-                copy = graph.node_copy(inner, lambda item: values[item])
-                copy.meta.setdefault("contexts", contexts)
-                values[inner] = copy
+                values[inner] = graph.node_copy(inner, lambda item: values[item])
+                values[inner].meta.setdefault("contexts", contexts)
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
