@@ -215,7 +215,7 @@ def step_of(problem: Problem, plan: Plan) -> float:
 
     At the third level of a pipeline gathers and scatters go one after another beside passes that
     also wait for other stages, which stage costs cannot say: there the lowered step is simulated,
-    of as many ranks as that takes no longer for than all else.
+    unless the pipeline is so DEEP that this takes too long.
     """
     if problem.gathers and problem.judge and 1 < plan.mesh.pipeline <= DEEP:
         judge = problem.judge

@@ -261,8 +261,8 @@ class Worker:
         every rank, of the loss and the means of these over data coordinates.
 
         Buffers stay as they are, and parameters but for those that the forward itself updates
-        (`Embedding(max_norm=)`); later steps draw the same random numbers. The
-        batch may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
+        (`Embedding(max_norm=)`); later steps draw the same random numbers. The batch
+        may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
         of theirs, so an average over batches weighs each by its rows. Raises InputError for other
         numbers of rows, as `step` does.
 

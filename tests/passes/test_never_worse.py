@@ -15,6 +15,8 @@ from parcompiler.device import device
 from parcompiler.models import gpt, t5
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.schedule import CANDIDATES
+from parcompiler.passes.shard.local import local
+from parcompiler.prices import lowered_step
 
 SLACK = 1 + 1e-9
 SCHEDULES = ("1f1b", "interleaved", "zb-v")
@@ -132,6 +134,9 @@ def test_no_schedule_is_faster_where_data_ranks_gather_for_longer_than_stages_co
     named = (pc.compile(chosen, mesh, schedule=name, **given) for name in ("1f1b", "interleaved"))
     best = min(program.simulate().step_time for program in named)
     assert chosen.simulate().step_time <= best * (1 + MARGIN) * SLACK
+    many = pc.compile(chosen, mesh, schedule="zb-v", **{**given, "microbatches": 42})
+    judged = lowered_step(local(many.problem, many.plan), many.plan)  # of a few of them
+    assert judged == pytest.approx(many.simulate().step_time, rel=0.01)
 
 
 @pytest.mark.sweep
