@@ -3,7 +3,8 @@
 The operator runs on small random tensors, whole and on n simulated ranks, with its operands split
 along every combination of dimensions. Where the pieces of a result make up the whole, or add up to
 it, and the gradients do too, there is a strategy; also on -1, 0 and 1, which some operators compare
-with (targets of margin losses): on other numbers these may depend on nothing.
+with (targets of margin losses): on other numbers these may depend on nothing; and on large numbers
+and gradients, which some cut down (a norm above a limit): on others these may leave all as it is.
 
 >>> from parcompiler.spmd.simulate import example
 >>> call = example(torch.ops.aten.cdist.default, torch.ones(4, 1, 3), torch.ones(4, 1, 3))
@@ -30,7 +31,8 @@ from parcompiler.spmd.strategy import Strategy
 
 LARGEST = 1 << 12  # elements of an operand that is tried as it is
 MOST = 1 << 10  # combinations of splits that are tried
-SIGNS = 3  # trials on -1, 0 and 1: one of few values may hide something
+TRIALS = 4  # on values of each kind: summands of one alone may come out right by chance
+LARGE = 1e3  # of numbers and gradients above a limit
 
 Make = Callable[[Shape, torch.dtype, torch.Generator], torch.Tensor]
 
@@ -41,7 +43,7 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
     """The strategies that split a call, by trying; none for one that cannot be tried.
 
     Operators with integers are not tried, for these may say where in memory to look, nor are
-    torch's private ones: neither check what they are given. Results are kept, by operator, other
+    torch's private ones (`native_batch_norm` is one): neither check what they are given. Results are kept, by operator, other
     arguments, and shapes.
     """
     if not call.is_plain or is_random(call.node) or written(call) or is_unchecked(call):
@@ -51,7 +53,7 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
     types = call.shapes, _dtypes(call), call.gradients
     key = (n, str(call.node.target), str(constants), *types)
     if key not in _known:
-        kinds = (_random, 0), *((_signs, seed) for seed in range(SIGNS))
+        kinds = itertools.product((_random, _large, _signs), range(TRIALS))
         trials = [trial for make, seed in kinds if (trial := _trial(call, n, make, seed))]
         _known[key] = tuple(_strategies(trials, n)) if trials else ()
     shapes = *call.shapes, *call.result_shapes  # strategies were found on small tensors
@@ -67,7 +69,7 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
 
 def is_unchecked(call: NodeCall) -> bool:
     """Whether a kernel may read or write anywhere when its arguments do not fit together."""
-    private = call.name.startswith("aten::_") or call.base == "as_strided"
+    private = call.name.startswith(("aten::_", "aten::native_")) or call.base == "as_strided"
     return private or any(
         not is_floating(o.value) and o.value.dtype != torch.bool for o in call.operands
     )
@@ -78,8 +80,8 @@ def _dtypes(call: NodeCall) -> tuple[torch.dtype, ...]:
 
 
 def _trial(call: NodeCall, n: int, make: Make, seed: int) -> NodeCall | None:
-    """The call on random values; None where it does not run, yields something else or zeros alone:
-    any summands add up to these.
+    """The call on random values; None where it does not run or yields something else, and where
+    few results are finite or all are the same (any summands add up to zeros).
 
     Large operands are made smaller, equal sizes alike everywhere in the call.
     """
@@ -95,12 +97,17 @@ def _trial(call: NodeCall, n: int, make: Make, seed: int) -> NodeCall | None:
     except Exception:  # whatever an operator raises that knows no such tensors
         return None
     expected = tuple(tuple(sizes.get(size, size) for size in s) for s in call.result_shapes)
-    says_nothing = any(
-        result.numel() == 0
-        or (is_floating(result) and not bool((result.isfinite() & (result != 0)).any()))
-        for result in trial.results
-    )
-    return trial if trial.result_shapes == expected and not says_nothing else None
+    tells = all(result.numel() and _tells(result) for result in trial.results)
+    return trial if trial.result_shapes == expected and tells else None
+
+
+def _tells(result: torch.Tensor) -> bool:
+    if not is_floating(result):
+        return True
+    finite = result[result.isfinite()]
+    if 2 * finite.numel() < result.numel():
+        return False
+    return bool((finite != finite[0]).any()) if finite.numel() > 1 else bool((finite != 0).all())
 
 
 def on_random(
@@ -128,6 +135,12 @@ def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tor
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
+def _large(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Hundreds and thousands for numbers."""
+    value = _random(shape, dtype, generator)
+    return value * LARGE if value.is_floating_point() or value.is_complex() else value
+
+
 def _signs(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """-1, 0 and 1 for numbers."""
     if not dtype.is_floating_point:
@@ -151,7 +164,10 @@ def _strategies(trials: Sequence[NodeCall], n: int) -> Iterator[Strategy]:
         if outputs is None:
             continue
         strategy = Strategy(inputs, outputs)
-        if not any(_checked(faults, trial, strategy, n) for trial in trials):
+        sizes = (1.0, LARGE)  # of incoming gradients
+        if not any(
+            _checked(faults, trial, strategy, n, size) for trial in trials for size in sizes
+        ):
             yield strategy
 
 
@@ -163,7 +179,7 @@ def _outputs(call: NodeCall, inputs: tuple[Placement, ...], n: int) -> tuple[Pla
     outputs = []
     for place, whole in enumerate(call.results):
         parts = [results[place] for results in ranks]
-        candidates = (R, *(S(dim) for dim in range(whole.dim())), P)
+        candidates = (R, *(S(d) for d in range(whole.dim())), *[P] * (whole.dtype != torch.bool))
         fitting = (c for c in candidates if _checked(agrees, parts, c, whole))
         placement = next(fitting, None)
         if placement is None:

@@ -54,8 +54,9 @@ def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> NodeCall:
     return read(node, {*carrying, node.name} if carrying else None)
 
 
-def faults(call: NodeCall, strategy: Strategy, n: int) -> tuple[str, ...]:
-    """The faults of a strategy on the values of `call`; none when it is right.
+def faults(call: NodeCall, strategy: Strategy, n: int, size: float = 1.0) -> tuple[str, ...]:
+    """The faults of a strategy on the values of `call` and random gradients of about `size`; none
+    when it is right.
 
     Strategies that draw other numbers on each rank are not carried out, nor special ones.
     """
@@ -63,10 +64,10 @@ def faults(call: NodeCall, strategy: Strategy, n: int) -> tuple[str, ...]:
         return ()
     with torch.random.fork_rng(devices=[]):  # torch.manual_seed would seed other devices for good
         torch.default_generator.manual_seed(0)
-        return tuple(_faults(call, strategy, n))
+        return tuple(_faults(call, strategy, n, size))
 
 
-def _faults(call: NodeCall, strategy: Strategy, n: int) -> Iterator[str]:
+def _faults(call: NodeCall, strategy: Strategy, n: int, size: float) -> Iterator[str]:
     """Values first, then gradients."""
     seed = int(torch.randint(1 << 30, ()))
     leaves = _leaves(call, _values(call))
@@ -86,7 +87,7 @@ def _faults(call: NodeCall, strategy: Strategy, n: int) -> Iterator[str]:
         if not agrees(parts, placement, whole[place], tolerance):
             yield f"result {place} {wrong}"
             return
-    incoming = [torch.randn_like(result) if result.requires_grad else None for result in whole]
+    incoming = [size * torch.randn_like(x) if x.requires_grad else None for x in whole]
     gradients = _gradients(whole, leaves, incoming)
     incoming_parts = [
         [None] * n if gradient is None else dealt(gradient, _dual(placement), n)
@@ -114,11 +115,12 @@ def attempt(call: NodeCall, inputs: Sequence[Placement], n: int) -> list[list[to
 
 
 def dealt(value: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
-    """The part of a value on each rank: the whole, its piece, or a random summand."""
+    """The part of a value on each rank: the whole, its piece, or a random summand as large."""
     if placement.kind == "S":
         return [take(value, placement, n, rank).clone() for rank in range(n)]
     if placement.kind == "P":
-        summands = [torch.randn_like(value) for _ in range(n - 1)]
+        largest = max(1.0, value.abs().max().item()) if value.numel() else 1.0
+        summands = [largest * torch.randn_like(value) for _ in range(n - 1)]
         return [*summands, value - torch.stack(summands).sum(0)]
     return [value.clone() for _ in range(n)]
 

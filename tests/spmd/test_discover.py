@@ -1,5 +1,7 @@
 """Rules found by execution are those that one would write."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -65,6 +67,38 @@ def test_what_compares_with_numbers_is_tried_on_them(rows: int) -> None:
     one, two = torch.randn(2, rows, 16).unbind()
     call = example(torch.ops.aten.cosine_embedding_loss.default, one, two, torch.ones(rows))
     assert discovered(call, 2) == ()
+
+
+class Limited(torch.autograd.Function):
+    """The value itself; backward cuts the gradient down to a norm."""
+
+    LIMIT = 100
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (Limited.LIMIT / gradient.norm()).clamp(max=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        example(aten.renorm.default, real(4, 6), 2, 0, 100),
+        example(Limited.apply, real(4, 6).requires_grad_()),
+    ],
+    ids=["values", "gradients"],
+)
+def test_what_cuts_down_large_numbers_is_tried_on_them(call: NodeCall) -> None:
+    """Small ones are left as they are, in whatever pieces."""
+    assert Strategy((S(1),), (S(1),)) not in discovered(call, 2)
+
+
+def test_one_summand_that_comes_out_right_by_chance_makes_no_rule() -> None:
+    call = example(aten.remainder.Tensor, real(), real())
+    assert not [s for s in discovered(call, 2) if s.inputs == (P, R)]
 
 
 def test_to_find_a_rule_leaves_random_numbers_alone() -> None:
