@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch import nn
+from torch import fx, nn
 
 from parcompiler.capture.blocks import cut
 from parcompiler.capture.clean import where
+from parcompiler.capture.effects import effects_of, is_random
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.cost import OPTIMIZERS, WHOLE
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError, PlanError, shown
+from parcompiler.graph import Graph
 from parcompiler.lower import Lowered
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.options import METHODS, MOST_PASSES, Options, offered
@@ -87,6 +89,7 @@ def check_lowered(lowered: Lowered) -> None:
     _check_hooks(lowered)
     _check_outputs(lowered)
     _check_token_mean(lowered)
+    _check_updates_of_weights(lowered)
     _check_updates_of_model(lowered)
     _check_ties(lowered)
 
@@ -177,17 +180,48 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
         raise InputError(message)
 
 
+def _check_updates_of_weights(lowered: Lowered) -> None:
+    """Refuse copies of parameters that drift apart as the forward itself updates them."""
+    graph = lowered.graph
+    for item in graph.parameters:
+        if not item.mutated or item.buffer:
+            continue
+        reason = ""
+        if lowered.zero:
+            reason = f"zero={lowered.zero} shares it out: take zero=0"
+        elif item.trainable and item.dtype == graph.narrow:
+            reason = "training in 16 bits keeps a master of it, which does not see that"
+        elif item.trainable and lowered.grid.data > 1 and _follows_batch(graph, item.node):
+            reason = (
+                "data ranks would each by their own micro-batches, and train copies that drift "
+                "apart: take one data rank (data=1)"
+            )
+        if reason:
+            message = f"the forward updates the parameter {item.name!r}, and {reason}"
+            raise InputError(message)
+
+
+def _follows_batch(graph: Graph, node: str) -> bool:
+    """Whether what forwards write into a parameter depends on the batch, or on random numbers."""
+    effects = effects_of(graph)
+    pending, seen = [graph.placeholders[node]], set[fx.Node]()
+    while pending:
+        one = pending.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if one.name in graph.input_nodes or is_random(one):
+            return True
+        pending += one.all_input_nodes
+        pending += effects.writers.get(effects.root(one), ())
+    return False
+
+
 def _check_updates_of_model(lowered: Lowered) -> None:
     """Refuse ways of the data axis that mean nothing for a model."""
     updates, graph = lowered.updates, lowered.graph
     way = updates.way
     updated = [item.name for item in graph.parameters if item.mutated]
-    if lowered.zero and (weights := graph.updates_weights):
-        message = (
-            f"zero={lowered.zero} shares parameters out, and forwards update {weights[0]!r} "
-            f"({len(weights)}), each on the rows that its data rank looks at: take zero=0"
-        )
-        raise InputError(message)
     reason, each = "", updates.compression is not None and lowered.zero > 1
     if (updates.separate or updates.compression) and is_synchronized(graph.fx_graph):
         reason = "takes each data rank by itself, and a SyncBatchNorm of the model all together"

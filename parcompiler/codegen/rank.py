@@ -170,6 +170,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         rows=spread.tensors if spread is not None else {},
         narrow=graph.narrow,
         unsaved=tuple(name for item in graph.parameters for name in item.unsaved),
+        updated=graph.updates_weights,
         outputs={name: _kept(lowered, name, node) for name, node in graph.kept.items()},
         row_gradients={x.name: x.looked_up // grid.data for x in graph.parameters if x.looked_up},
     )

@@ -95,7 +95,8 @@ class RankProgram:
     the tensors in `experts`, which says how long it is on the whole.
     Gradients of the tables in `row_gradients` are the rows that are looked up, so many on a rank.
     `narrow` is the 16-bit dtype of parameters that have masters in float32. `unsaved` are the
-    tensors that the model's state dict has not. `outputs` are those that predictions return.
+    tensors that the model's state dict has not. `updated` are the parameters that forwards update
+    themselves. `outputs` are those that predictions return.
     """
 
     rank: int
@@ -127,6 +128,7 @@ class RankProgram:
     rows: Mapping[str, int] = field(default_factory=dict)
     narrow: torch.dtype | None = None
     unsaved: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
     outputs: Mapping[str, KeptOutput] = field(default_factory=dict)
     row_gradients: Mapping[str, int] = field(default_factory=dict)
 

@@ -260,9 +260,8 @@ class Worker:
         and the batch, on the first rank of each data coordinate; then a dictionary is returned on
         every rank, of the loss and the means of these over data coordinates.
 
-        Buffers stay as they are, and parameters but for those that the forward itself updates
-        (`Embedding(max_norm=)`); later steps draw the same random numbers. The batch
-        may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
+        Parameters and buffers stay as they are, and later steps draw the same random numbers. The
+        batch may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
         of theirs, so an average over batches weighs each by its rows. Raises InputError for other
         numbers of rows, as `step` does.
 
@@ -359,11 +358,13 @@ class Worker:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within it, modules are in evaluation mode; their buffers stay as they are."""
+        """Within it, modules are in evaluation mode; what forwards update stays as it is."""
         modules: list[nn.Module] = [*self._stages.values()]
         modules += [] if self._vocabulary is None else [self._vocabulary]
         modes = {module: module.training for module in modules}
-        buffers = [(buffer, buffer.clone()) for module in modes for buffer in module.buffers()]
+        updated = [buffer for module in modes for buffer in module.buffers()]
+        updated += [t for n, t in self._interpreter.tensors.items() if n in self.program.updated]
+        values = [(tensor, tensor.detach().clone()) for tensor in updated]
         for module in modes:
             module.eval()
         try:
@@ -371,8 +372,9 @@ class Worker:
         finally:
             for module, mode in modes.items():
                 module.train(mode)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            with torch.no_grad():
+                for tensor, before in values:
+                    tensor.copy_(before)
 
     def set_optimizer(
         self,

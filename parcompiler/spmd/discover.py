@@ -43,8 +43,8 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
     """The strategies that split a call, by trying; none for one that cannot be tried.
 
     Operators with integers are not tried, for these may say where in memory to look, nor are
-    torch's private ones (`native_batch_norm` is one): neither check what they are given. Results are kept, by operator, other
-    arguments, and shapes.
+    torch's private ones (`native_batch_norm` is one): neither check what they are given. Results
+    are kept, by operator, other arguments, and shapes.
     """
     if not call.is_plain or is_random(call.node) or written(call) or is_unchecked(call):
         return ()

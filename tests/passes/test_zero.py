@@ -198,27 +198,6 @@ def test_what_cannot_be_shared_out_is_refused(options: dict[str, object], messag
         compiled(**options)  # type: ignore[arg-type]
 
 
-class Renormed(torch.nn.Module):
-    """A table whose rows the forward shortens as it reads them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(8, 4, max_norm=1.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.table(x)
-        return y.sum()
-
-
-def test_weights_that_forwards_update_are_not_shared_out() -> None:
-    """A data rank shortens the rows that it reads, also those that another one would update."""
-    inputs = {"x": torch.zeros(2, 3, dtype=torch.long)}
-    program = pc.compile(Renormed(), pc.Mesh(data=2), inputs, microbatches=2)
-    assert program.plan.zero == 0
-    with pytest.raises(pc.InputError, match=r"forwards update 'table.weight' \(1\).*zero=0"):
-        pc.compile(Renormed(), pc.Mesh(data=2), inputs, microbatches=2, zero=3)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_gathers_are_beside_the_half_of_a_backward_that_needs_them(schedule: str) -> None:
     config = dataclasses.replace(CONFIG, hidden=2048, layers=16, vocabulary=64)

@@ -80,7 +80,8 @@ class Limited(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * (Limited.LIMIT / gradient.norm()).clamp(max=1)
+        scale: torch.Tensor = (Limited.LIMIT / gradient.norm()).clamp(max=1)
+        return gradient * scale
 
 
 @pytest.mark.parametrize(
