@@ -79,14 +79,15 @@ def is_data_dependent(error: Exception) -> bool:
 def _place(error: Exception, model: nn.Module) -> str:
     """The module and line of the innermost frame that runs a method of one of the model's modules,
     rather than torch calling it; nothing where there is none."""
-    names = {id(module): name for name, module in model.named_modules()}
+    # Where a module has two names, torch runs proxies, which have the __dict__ of theirs.
+    names = {id(vars(module)): name for name, module in model.named_modules()}
     place = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         first = frame.f_code.co_varnames[:1]  # usually called self
-        owner = frame.f_locals.get(first[0]) if first else None
-        if id(owner) in names and "/torch/nn/modules/module.py" not in file.replace("\\", "/"):
+        owner = id(getattr(frame.f_locals.get(first[0]), "__dict__", None)) if first else None
+        if owner in names and "/torch/nn/modules/module.py" not in file.replace("\\", "/"):
             source = linecache.getline(file, number).strip()
-            module = names[id(owner)] or "(the model itself)"
+            module = names[owner] or "(the model itself)"
             place = f'in module {module!r}, {file}:{number}: "{source}"'
     return place

@@ -39,7 +39,7 @@ from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
-Attribute = tuple[str, str]  # the path of a module, and a name in its __dict__
+Attribute = tuple[str, str]  # the path of a module or object, and a name in its __dict__
 OUTSIDE = " outside"  # in place of a path: what the code of a model names, which is not its own
 Position = tuple[int, int]  # line and column of code
 Places = dict[Attribute, set[tuple[str, Position]]]  # each with its file
@@ -53,6 +53,8 @@ _MOST = 1000  # items of a container that is looked into
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", *_REGISTERED}  # hooks and the like
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module)
+_CONTAINERS = (dict, list, set, deque, tuple, frozenset)
+_WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, in the flags of a class
 
 
 class Attributes:
@@ -60,11 +62,13 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._containers: list[tuple[Any, Any]] = []  # each with a copy
-        self._seen: dict[int, object] = {}  # kept, so that nothing else has the same id
+        owners = list(_owners(model))
+        # Kept, so that nothing else has the same id.
+        self._seen: dict[int, object] = {id(owner): owner for _, owner in owners}
         self._forms = {
             (path, name): self._form(value)
-            for path, module in model.named_modules()
-            for name, value in self._attributes(module)
+            for path, owner in owners
+            for name, value in self._attributes(owner)
         }
         self._model, self._holders = model, _outside(model)
         for label, (_, _, value) in self._holders.items():
@@ -98,12 +102,15 @@ class Attributes:
             len(items),
         )
 
-    def _attributes(self, module: nn.Module) -> Iterator[tuple[str, object]]:
-        """The attributes of a module, with the tensors and modules that it registered."""
-        attributes = vars(module)
+    def _attributes(self, owner: object) -> Iterator[tuple[str, object]]:
+        """The attributes of a module, with the tensors and modules that it registered, or of an
+        object."""
+        attributes = vars(owner)
         self._containers.append((attributes, dict(attributes)))
         for name, value in attributes.items():
-            if name in _REGISTERED:
+            if not isinstance(owner, nn.Module):
+                yield name, value
+            elif name in _REGISTERED:
                 self._containers.append((value, dict(value)))
                 yield from value.items()
             elif name not in _OF_TORCH:
@@ -141,6 +148,30 @@ class Attributes:
         if isinstance(value, dict):
             return [*value, *value.values()]
         return sorted(value, key=id) if isinstance(value, set) else list(value)
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """Modules, and objects of the user's classes in their attributes (helpers, configurations), and
+    in those of these; each with its path."""
+    found: list[tuple[str, object]] = [*model.named_modules()]
+    seen = {id(owner) for _, owner in found}
+    for path, owner in found:  # grows
+        yield path, owner
+        for name, value in vars(owner).items():
+            if id(value) not in seen and _is_object(value):
+                seen.add(id(value))
+                found.append((f"{path}.{name}".lstrip("."), value))
+
+
+def _is_object(value: object) -> bool:
+    """Whether a value is of a class whose reads and writes of attributes can be followed."""
+    kind = type(value)
+    return (
+        bool(kind.__flags__ & _WRITTEN_IN_PYTHON)
+        and hasattr(value, "__dict__")
+        and kind.__module__.partition(".")[0] != "torch"
+        and not isinstance(value, (torch.Tensor, Iterator, *_CONTAINERS, *_OPAQUE, *_PLAIN))
+    )
 
 
 def _members(container: Any) -> list[int] | set[int]:
@@ -289,7 +320,7 @@ def is_plain(value: object) -> bool:
 def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attribute]]:
     """Within it, code runs; afterwards the set has the attributes of `watched` that it read.
 
-    Code that takes the `__dict__` of a module, other than torch's, reads all its attributes. What
+    Code that takes the `__dict__` of its owner, other than torch's, reads all its attributes. What
     was written before within it does not count, nor numbers that are read in no other statements
     than those that only assign them (a counter that nobody asks).
     """
@@ -297,14 +328,15 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
     read: Places = {}
     written: Places = {}
     paths, names = {path for path, _ in watched}, {name for _, name in watched}
-    places = {id(vars(m)): p for p, m in model.named_modules() if p in paths}
-    kinds = {type(m) for p, m in model.named_modules() if p in paths}
+    owners = [(path, owner) for path, owner in _owners(model) if path in paths]
+    places = {id(vars(owner)): path for path, owner in owners}
+    kinds = {type(owner) for _, owner in owners}
 
-    def place(module: nn.Module) -> str | None:
-        return places.get(id(object.__getattribute__(module, "__dict__")))
+    def place(owner: object) -> str | None:
+        return places.get(id(object.__getattribute__(owner, "__dict__")))
 
     def reading(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def get(self: nn.Module, name: str) -> Any:
+        def get(self: object, name: str) -> Any:
             path = place(self) if name == "__dict__" or name in names else None
             if path is not None and name != "__dict__":
                 if (path, name) in read or (path, name) not in written:
@@ -317,7 +349,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
 
     def writing(original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)  # torch looks whether a `register_buffer` takes `persistent`
-        def put(self: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        def put(self: object, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             path = place(self)
             if path is not None:
                 places_of = written.setdefault((path, name), set())
@@ -331,7 +363,8 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
     try:
         with ExitStack() as stack:
             for kind in kinds:  # of the class: of all instances
-                own = {name: change(getattr(kind, name)) for name, change in methods.items()}
+                known = {name: change for name, change in methods.items() if hasattr(kind, name)}
+                own = {name: change(getattr(kind, name)) for name, change in known.items()}
                 stack.enter_context(patched(kind, **own))
             yield attributes
     finally:

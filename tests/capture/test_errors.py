@@ -134,6 +134,24 @@ def test_the_place_is_found_whatever_a_module_calls_itself() -> None:
         capture(Unusual(), (torch.zeros(2),))
 
 
+class TwoNames(nn.Module):
+    """Has one module under two names, for which torch runs proxies of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Unusual()
+        self.again = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.again(x)
+        return y
+
+
+def test_the_place_is_found_where_a_module_has_two_names() -> None:
+    with pytest.raises(CaptureError, match=r"in module 'first'.*if x.sum\(\) > 0"):
+        capture(TwoNames(), (torch.zeros(2),))
+
+
 class Detached(Stack):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().forward(x, labels).detach()

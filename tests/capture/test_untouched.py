@@ -69,9 +69,9 @@ def fills_a_table(self: Any, x: torch.Tensor) -> Any:
     return x
 
 
-def counts_in_an_object(self: Any, x: torch.Tensor) -> Any:
+def counts_and_asks_an_object(self: Any, x: torch.Tensor) -> Any:
     self.numbers.seen += 1
-    return x
+    return x * self.numbers.seen
 
 
 def counts_by_an_iterator(self: Any, x: torch.Tensor) -> Any:
@@ -128,7 +128,7 @@ def assigns_a_buffer_that_no_checkpoint_holds(self: Any, x: torch.Tensor) -> Any
         (asks_before_it_counts, "count"),
         (appends, "list"),
         (fills_a_table, "table"),
-        (counts_in_an_object, "numbers"),
+        (counts_and_asks_an_object, "numbers.seen"),
         (counts_by_an_iterator, "turns"),
         (takes_what_is_left, "factors"),
         (reads_its_last_output, "state"),
@@ -181,6 +181,16 @@ def writes_before_it_reads(self: Any, x: torch.Tensor) -> Any:
     return torch.stack(self.list).sum(0)
 
 
+def counts_in_an_object(self: Any, x: torch.Tensor) -> Any:
+    self.numbers.seen += 1
+    return x
+
+
+def hands_over_in_an_object(self: Any, x: torch.Tensor) -> Any:
+    self.numbers.last = torch.tanh(x)
+    return x + self.numbers.last
+
+
 def makes_a_table_once(self: Any, x: torch.Tensor) -> Any:
     if self.state is None or len(self.state) < len(x):
         self.state = torch.arange(len(x)).unsqueeze(1).to(x.dtype)
@@ -202,8 +212,8 @@ def registers_a_buffer_each_time(self: Any, x: torch.Tensor) -> Any:
     "step",
     [
         counts, counts_beside_something_else, counts_by_name_over_two_lines, keeps_what_it_made,
-        writes_before_it_reads, makes_a_table_once, registers_a_buffer_once,
-        registers_a_buffer_each_time,
+        writes_before_it_reads, counts_in_an_object, hands_over_in_an_object, makes_a_table_once,
+        registers_a_buffer_once, registers_a_buffer_each_time,
     ],
 )  # fmt: skip
 def test_what_no_later_forward_depends_on_is_captured(
