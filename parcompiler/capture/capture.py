@@ -253,6 +253,7 @@ def _export(
             try:
                 with patch:
                     tried = make()
+                    known.traces(tried)
                     whole = WithLoss(
                         tried.model,
                         tried.loss,

@@ -62,10 +62,26 @@ class Known(ModelMode):
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._spoiled: set[int] = set()
         self._draws: dict[int, torch.Tensor] = {}
+        self._homes: dict[int, tuple[dict[str, Any], str]] = {}
+
+    def traces(self, model: nn.Module) -> None:
+        """Say which model is traced: its tensors have stand-ins, which serve the code too that has
+        kept the model itself (`forward` as a function that closes over it)."""
+        self._homes = {
+            id(tensor): (home, name)
+            for module in model.modules()
+            for home in (module._parameters, module._buffers)
+            for name, tensor in home.items()
+        }
+
+    def _stand_in(self, value: Any) -> Any:
+        home, name = self._homes.get(id(value), (None, ""))
+        return value if home is None else home.get(name, value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a question when the answer is known; else run `func` and follow its result."""
-        kwargs = kwargs or {}
+        kwargs = {name: self._stand_in(value) for name, value in (kwargs or {}).items()}
+        args = tuple(map(self._stand_in, args))
         if func in _QUESTIONS:
             value = self._value(args[0])
             if value is not None:

@@ -230,12 +230,15 @@ def _fill(cell: Any, name: str, value: object) -> None:
 def untouched(
     model: nn.Module, dtype: Callable[[torch.Tensor], torch.dtype] = lambda tensor: tensor.dtype
 ) -> Iterator[None]:
-    """Within it a model has no gradients, and its parameters and buffers have values of their own
-    in the `dtype` of each; it may be run and trained. Afterwards all is as it was: these tensors
-    themselves with their hooks, their values and gradients, attributes, the state of chance.
+    """Within it a model has no gradients, and its parameters, buffers and tensors in attributes
+    have values of their own in the `dtype` of each; it may be run and trained. Afterwards all is as
+    it was: these tensors themselves with their hooks, their values and gradients, attributes, the
+    state of chance.
     """
     attributes = Attributes(model)
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    plain = [x for m in model.modules() for x in vars(m).values() if type(x) is torch.Tensor]
+    constants = [tensor for tensor in plain if tensor.grad_fn is None]
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *constants)}.values()
     kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors]
     with torch.random.fork_rng(devices=[]):
         try:

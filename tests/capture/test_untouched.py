@@ -410,6 +410,28 @@ def test_parameters_that_no_module_registered_are_refused(
             capture_in(precision, model, (torch.ones(2, 4),), loss)
 
 
+class Wrapped(nn.Module):
+    """Has a forward that is a function around it, which a copy of the model shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(x: torch.Tensor) -> Any:
+            return self.head(self.norm(self.layer(x))).square().mean()
+
+        self.forward = forward
+
+
+def test_a_forward_that_closes_over_its_model_reads_the_models_own_parameters() -> None:
+    model = Wrapped()
+    graph = capture(model, X)
+    assert [p.name for p in graph.parameters if p.trainable] == [
+        name for name, _ in model.named_parameters()
+    ]
+    assert "norm.running_mean" in {p.name for p in graph.parameters if p.mutated}
+
+
 class Criterion(nn.Module):
     """A loss that has a parameter."""
 

@@ -326,6 +326,24 @@ class Scaled(nn.Module):
         return self.table(x) * self.scale.to(self.table.weight.dtype)
 
 
+class Waving(nn.Module):
+    """Computes with a tensor that is a plain attribute before anything else meets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.phase = nn.Linear(4, 4), torch.rand(4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.layer(x) * (self.phase * 3).sin()).square().mean()
+
+
+def test_a_tensor_in_an_attribute_is_in_float64_too() -> None:
+    model = Waving()
+    found = compiled(model).verify()
+    assert found.ok, str(found)
+    assert model.phase.dtype == torch.float32
+
+
 class Repeated(nn.Module):
     """Layers that the model itself runs again in the backward, with what they draw."""
 
