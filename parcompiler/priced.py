@@ -145,7 +145,7 @@ class Priced:
 
     @cached_property
     def repeatable(self) -> frozenset[str]:
-        """Names of the blocks that can be recomputed: they update no buffer."""
+        """Names of the blocks that can be recomputed (`is_repeatable`)."""
         first = {block.template: block for block in reversed(self.cut.blocks)}
         able = {template for template, block in first.items() if is_repeatable(block.nodes)}
         return frozenset(block.name for block in self.cut.blocks if block.template in able)

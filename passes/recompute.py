@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
+from parcompiler.capture.effects import saves_early
 from parcompiler.errors import InputError
 from parcompiler.passes.base import Pass
 from parcompiler.plan import Plan
@@ -59,14 +60,15 @@ def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tu
         return ()
     if isinstance(wanted, str):
         saved = {name for name, cost in zip(names, priced.costs, strict=True) if cost.saved}
-        able = saved if wanted == "offload" else priced.repeatable & saved
+        early = {block.name for block in priced.cut.blocks if saves_early(block.nodes)}
+        able = saved - early if wanted == "offload" else priced.repeatable & saved
         return tuple(name for name in names if name in able)
     found = tuple(name for name in names if _decision(name, wanted))
     for name in found:
         if name not in priced.repeatable:
             message = (
-                f"block {name!r} cannot be recomputed: it updates buffers (running statistics), "
-                "which must happen once. Exclude it: recompute={..., " + f"{name!r}: False}}"
+                f"block {name!r} cannot be recomputed: it updates buffers (running statistics), which "
+                "must happen once, or has an rrelu. Exclude it: recompute={..., " + f"{name!r}: False}}"
             )
             raise InputError(message)
     return found

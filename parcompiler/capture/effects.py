@@ -166,11 +166,17 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
+def saves_early(nodes: Sequence[fx.Node]) -> bool:
+    """Whether some node saves memory for its backward before it has written it: the noise of
+    `rrelu`."""
+    return any(overload_name(node) == "rrelu" for node in nodes)
+
+
 def is_repeatable(nodes: Sequence[fx.Node]) -> bool:
     """Whether nodes may run twice: all that they update in place was made by one of them.
 
     A block whose activations are recomputed runs twice for each micro-batch. Running statistics,
-    say, would then be updated twice.
+    say, would then be updated twice. And torch ends the second run as soon as all is saved.
 
     >>> graph = fx.Graph()
     >>> count, x = graph.placeholder("count"), graph.placeholder("x")
@@ -180,6 +186,8 @@ def is_repeatable(nodes: Sequence[fx.Node]) -> bool:
     >>> is_repeatable([doubled, halved]), is_repeatable([added])
     (True, False)
     """
+    if saves_early(nodes):
+        return False
     inside = set(nodes)
     for updated in (operand for node in nodes for operand in mutated_operands(node)):
         while updated in inside and (base := base_of(updated)) is not None:

@@ -86,8 +86,8 @@ class DataParts:
     """What each data rank has of the parameters of a rank, by their names.
 
     `parts` are the rows that this data rank updates: views of the parameters, or all that it has
-    of those `in_pieces`. A parameter of which it has none has no part. `whole` says whether
-    parameters are shared out undivided.
+    of those `in_pieces`. A parameter of which it has none has no part, unless nobody has any.
+    `whole` says whether parameters are shared out undivided.
     """
 
     def __init__(
@@ -265,6 +265,8 @@ class DataParts:
             for place in places
             if place.data == index and place.name in {*found}
         }
+        empty = (n for n in found if not self.parameters[n].numel())
+        sums |= {name: torch.empty_like(self.parts[name]) for name in empty}
         for name in names:
             self.parameters[name].grad = None
         return Arrival([work], lambda: self._add(sums))
@@ -424,7 +426,7 @@ class DataParts:
         self.parts = {
             name: nn.Parameter(self._own(name, parameter.detach()), parameter.requires_grad)
             for name, parameter in self.parameters.items()
-            if self.span(name).size
+            if self.span(name).size or not parameter.numel()  # one without elements is everywhere
         }
 
     def _own(self, name: str, parameter: torch.Tensor) -> torch.Tensor:

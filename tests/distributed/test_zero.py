@@ -205,24 +205,25 @@ def test_every_mesh_and_schedule_is_exact(name: str, zero: int) -> None:
 
 
 class Generated(nn.Module):
-    """Weights that a layer makes of the rows of a parameter."""
+    """Weights that a layer makes of the rows of a parameter; another one has no elements."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.maker, self.codes = nn.Linear(8, 64), nn.Parameter(torch.randn(3, 8))
-        self.last = nn.Linear(8, 5)
+        self.last, self.empty = nn.Linear(8, 5), nn.Parameter(torch.empty(0, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for k in range(3):
             x = x + torch.tanh(x @ self.maker(self.codes[k]).view(8, 8))
-        loss: torch.Tensor = self.last(x).square().mean()
+        loss: torch.Tensor = torch.cat([self.last(x), self.empty]).square().mean()
         return loss
 
 
-def test_a_row_of_a_parameter_that_another_unit_reads_outlives_it() -> None:
+@pytest.mark.parametrize("zero", [1, 3])
+def test_rows_that_another_unit_reads_and_no_rows_at_all_are_exact(zero: int) -> None:
     inputs = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}
-    program = pc.compile(Generated(), pc.Mesh(data=2), inputs, microbatches=2, zero=3)
+    program = pc.compile(Generated(), pc.Mesh(data=2), inputs, microbatches=2, zero=zero)
     found = program.verify(seed=0)
     assert found.ok, str(found)
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 import parcompiler as pc
 from parcompiler.capture import capture
@@ -89,6 +90,28 @@ def test_a_pattern_that_matches_no_block_is_refused_with_the_blocks() -> None:
     message = "the pattern 'layer.*' of recompute matches no block (embedding+positions, layers.0, "
     with pytest.raises(pc.InputError, match=re.escape(message)):
         planned(problem_of(recompute={"layers.0": True, "layer.*": True}))
+
+
+class Noisy(nn.Module):
+    """Layers with noise that is saved before it is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["full", "offload"])
+def test_what_is_saved_before_it_is_drawn_is_kept(recompute: str) -> None:
+    mesh = pc.Mesh(pipeline=2, device="h100")
+    program = pc.compile(Noisy(), mesh, (torch.randn(8, 8),), microbatches=2, recompute=recompute)
+    assert program.plan.recompute == ()
+    assert program.verify().ok
 
 
 def test_running_statistics_are_updated_once() -> None:
