@@ -67,8 +67,9 @@ def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tu
     for name in found:
         if name not in priced.repeatable:
             message = (
-                f"block {name!r} cannot be recomputed: it updates buffers (running statistics), which "
-                "must happen once, or has an rrelu. Exclude it: recompute={..., " + f"{name!r}: False}}"
+                f"block {name!r} cannot be recomputed: it updates buffers (running statistics), "
+                "which must happen once, or has an rrelu. Exclude it: recompute={..., "
+                + f"{name!r}: False}}"
             )
             raise InputError(message)
     return found
