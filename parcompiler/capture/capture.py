@@ -104,8 +104,11 @@ def capture(
     clean.drop_dead(graph)
     clean.make_gradients_whole(graph)
     specs = exported.graph_signature.input_specs
-    batch = {getattr(s.arg, "name", "") for s in specs if s.kind is InputKind.USER_INPUT}
-    make_cuttable(graph, batch)
+    names = {
+        kind: {getattr(s.arg, "name", "") for s in specs if s.kind is kind}
+        for kind in (InputKind.USER_INPUT, InputKind.BUFFER)
+    }
+    make_cuttable(graph, *names.values())
     mark(graph, original)
     captured = renewed(read(original, exported, graph, inputs, positional=not kwargs))
     check_tables(captured)

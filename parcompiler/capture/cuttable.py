@@ -25,15 +25,18 @@ from torch import fx
 from parcompiler.capture.effects import Effects, base_of, mutated_operands
 from parcompiler.capture.rewriting import inserted
 
+SMALL = 1 << 10  # elements of a buffer of which other stages get copies
+
 aten = torch.ops.aten
 
 
-def make_cuttable(graph: fx.Graph, inputs: Collection[str]) -> None:
-    """Rewrite `graph` in place; `inputs` are the placeholders of tensors of the batch."""
+def make_cuttable(graph: fx.Graph, inputs: Collection[str], buffers: Collection[str] = ()) -> None:
+    """Rewrite `graph` in place; `inputs` and `buffers` are the placeholders of tensors of the batch
+    and of the model's buffers."""
     _keep_memory(graph)
     _keep_items_together(graph)
     _free_inputs(graph, inputs)
-    _copy_counters(graph)
+    _copy_counters(graph, buffers)
 
 
 def _keep_items_together(graph: fx.Graph) -> None:
@@ -58,20 +61,32 @@ def _free_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
             user.replace_input_with(root, copy)
 
 
-def _copy_counters(graph: fx.Graph) -> None:
+def _copy_counters(graph: fx.Graph, buffers: Collection[str]) -> None:
     """Let readers of a buffer that the forward updates read a copy of it.
 
     Autograd keeps what they read until the backward, and forwards of later micro-batches come
-    before that.
+    before that. A small one (a count of steps) is copied where it was updated last, for all who
+    read it from there on: layers may lie on other stages than what counts.
     """
     effects = Effects(graph)
     updated = {root for root in effects.writers if root.op == "placeholder"}
+    copies: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # of what each writer leaves
     for node in list(graph.nodes):
         if node.op != "call_function" or base_of(node) is not None or any(mutated_operands(node)):
             continue
         for operand in node.all_input_nodes:
-            if effects.root(operand) in updated:
+            if effects.root(operand) not in updated:
+                continue
+            writers = [*effects.earlier_writers(operand, node)]
+            is_small = operand.meta["val"].numel() <= SMALL
+            if not writers or not is_small or effects.root(operand).name not in buffers:
                 node.replace_input_with(operand, inserted(node, aten.clone.default, operand))
+                continue
+            key = operand, writers[-1]
+            if key not in copies:
+                last = operand if effects.is_before(writers[-1], operand) else writers[-1]
+                copies[key] = inserted(last.next, aten.clone.default, operand, like=last)
+            node.replace_input_with(operand, copies[key])
 
 
 def _keep_memory(graph: fx.Graph) -> None:

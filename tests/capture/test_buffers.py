@@ -95,3 +95,25 @@ def test_tables_have_the_precision_that_they_are_made_in(precision: str | None) 
     inputs = {"tokens": tokens, "labels": tokens}
     program = pc.compile(model, pc.Mesh(), inputs, microbatches=1, precision=precision)
     assert torch.equal(program.captured.tensors["cos"], llama.Llama(config).cos)
+
+
+class Annealed(nn.Module):
+    """Layers that all read a count, which the model raises first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.count: torch.Tensor = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * (1 - 1 / (self.count + 1))
+        return (x * self.count).square().mean()
+
+
+def test_a_count_is_sent_to_the_layers_that_read_it() -> None:
+    mesh = pc.Mesh(pipeline=2)
+    program = pc.compile(Annealed(), mesh, (torch.randn(8, 4),), microbatches=4)
+    found = program.verify()
+    assert found.ok, str(found)
