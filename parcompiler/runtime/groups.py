@@ -22,6 +22,8 @@ from torch import nn
 
 from parcompiler.errors import InputError, shown
 
+TRIED = 20  # steps: Prodigy and its like move slowly from their first estimate
+
 Patterns = Sequence[tuple[str, Mapping[str, Any]]]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
@@ -38,6 +40,12 @@ def check_kind(kind: object) -> None:
         raise InputError(message)
     if not callable(kind):
         message = f"an optimizer's class is needed, as torch.optim.AdamW ({kind!r} given)"
+        raise InputError(message)
+    if getattr(kind, "func", kind) is torch.optim.LBFGS:
+        message = (
+            "LBFGS runs the model several times in a step, by a closure, which a worker does not: "
+            "take an optimizer that steps by one gradient, as torch.optim.AdamW"
+        )
         raise InputError(message)
     if getattr(kind, "func", kind) is torch.optim.SparseAdam:
         message = (
@@ -69,6 +77,32 @@ def check_takes_rows(kind: object, tables: Sequence[str], options: Mapping[str, 
         raise InputError(message)
 
 
+def is_coupling(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether an optimizer computes something over all of its parameters, as Prodigy does: of two
+    that it steps together it makes something else than of each alone. False where it cannot be
+    tried, or draws."""
+
+    def stepped(*sizes: float) -> list[torch.Tensor]:
+        weights = [nn.Parameter(torch.ones(4, 4, dtype=torch.float64)) for _ in sizes]
+        optimizer = kind(weights, **options)
+        for _ in range(TRIED):
+            for weight, size in zip(weights, sizes, strict=True):
+                weight.grad = torch.full_like(weight, size)
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    if getattr(torch.optim, getattr(kind, "__name__", ""), None) is kind:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        try:
+            together, again = stepped(1.0, 100.0), stepped(1.0, 100.0)
+            apart = [*stepped(1.0), *stepped(100.0)]
+        except Exception:  # whatever a user's optimizer raises
+            return False
+    same = (all(map(torch.equal, together, other)) for other in (again, apart))
+    return next(same) and not next(same)
+
+
 class Groups:
     """Which parameters of this rank are in which group: `options` of each group, and the `number`
     of the group of each parameter."""
@@ -97,7 +131,7 @@ class Groups:
         for name, parameter in trained.items():
             groups[self.number[name]]["params"].append(parameter)
         if not any(group["params"] for group in groups):  # torch refuses one of nothing
-            groups[0]["params"] = [torch.zeros(())]
+            groups[0]["params"] = [torch.zeros(0, 0)]  # Muon takes matrices alone
         return groups
 
     def _by_patterns(self, patterns: Patterns, gather: Callable[[str], list[str]]) -> None:

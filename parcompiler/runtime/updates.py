@@ -22,11 +22,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.instruction import Kind
 from parcompiler.runtime.asynchronous import Serving
 from parcompiler.runtime.flight import FlightRecorder
-from parcompiler.runtime.groups import GroupOf, Groups, Patterns, check_kind, check_takes_rows
+from parcompiler.runtime.groups import (
+    GroupOf,
+    Groups,
+    Patterns,
+    check_kind,
+    check_takes_rows,
+    is_coupling,
+)
 from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
@@ -108,12 +115,17 @@ class Updates:
         if self._program.asynchronous and (max_norm is not None or error_if_nonfinite):
             message = "pipedream updates stage by stage: its gradients have no common norm"
             raise InputError(message)
+        if not elementwise:
+            self._check_coupling(kind, options)
         own = Groups(groups, self.trained(), gather)
         if self._parts is not None and not self._parts.suits(elementwise=elementwise):
             self._turn(self._parts)
 
         def make() -> torch.optim.Optimizer:
             optimizer = kind(own.made(self.weights()), **options)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                message = f"an optimizer is needed: {kind!r} makes {shown(optimizer)}"
+                raise InputError(message)
             optimizer.register_step_pre_hook(_lay_out_gradients)
             return optimizer
 
@@ -237,6 +249,22 @@ class Updates:
                 "would not train as one process does: take one of torch.optim that does "
                 f"({', '.join(sorted(ELEMENTWISE))}), say elementwise=True if yours does, or "
                 "compile with tensor=1, expert=1 and vocabulary='whole'"
+            )
+            raise InputError(message)
+
+    def _check_coupling(
+        self, kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
+    ) -> None:
+        """Raise InputError where an optimizer computes something over all parameters, and ranks
+        have different ones."""
+        program, grid = self._program, self._program.grid
+        several = grid.pipeline * grid.tensor * program.expert > 1 or self._parts is not None
+        if several and is_coupling(kind, options):
+            message = (
+                f"{getattr(kind, '__name__', kind)!s} computes something over all of its "
+                "parameters (of two together it makes something else than of each alone), and "
+                "every rank would over its own: compile with data ranks alone and zero=0, or take "
+                "one that does not"
             )
             raise InputError(message)
 

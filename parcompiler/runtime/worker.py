@@ -570,6 +570,7 @@ class Worker:
         extra: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
         keep: int | None = None,
+        optimizer: bool = True,
     ) -> Path:
         """Save a checkpoint into `folder`, as `step_N`, whose path is returned. Collective.
 
@@ -577,6 +578,7 @@ class Worker:
         the step, the seeds, the scale of the loss, and the `state_dict()` of the objects in `extra`
         (numbers, texts, tensors, and lists, tuples and dictionaries of these). Every rank writes a
         share of what it holds; nothing is pickled. `folder` is one that all ranks see.
+        `optimizer=False` leaves out what the optimizer knows.
 
         The checkpoint is complete when it has its name; a failure leaves older ones as they were.
         `keep` removes all complete ones but the newest so many then. With `asynchronous` the state
@@ -588,7 +590,7 @@ class Worker:
         self._settle()
         with self._failing_together("save", InputError):
             return self._checkpoints.save(
-                Path(folder), extra or {}, asynchronous=asynchronous, keep=keep
+                Path(folder), extra or {}, asynchronous=asynchronous, keep=keep, optimizer=optimizer
             )
 
     def load(
@@ -599,7 +601,7 @@ class Worker:
     ) -> int:
         """Go on from a checkpoint of this model, whatever plan wrote it; its step. Collective.
 
-        `folder` is a checkpoint, or a folder of them: the newest complete one is loaded. The
+        `folder` is a checkpoint, or a folder of them: the newest one is loaded. The
         optimizer has been set, of the kind that was saved; its options become those that were
         saved (`optimizer=False` loads neither). The objects in `extra` get their states by
         `load_state_dict`; of those that are not given a warning tells.

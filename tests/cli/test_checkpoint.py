@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import parcompiler as pc
 from parcompiler.cli import run
 from parcompiler.cli.huggingface import build
+from parcompiler.runtime.files import listing
 from tests.cli.test_huggingface import SIZES, config
 from tests.runtime.workers import batch, compiled, mixed
 
@@ -121,6 +122,7 @@ def test_a_damaged_request_is_named(
     facts = json.loads((copy / "checkpoint.json").read_text())
     facts["request"] |= damage
     (copy / "checkpoint.json").write_text(json.dumps(facts))
+    (copy / "SHA256SUMS").write_text(listing(copy, {}))
     model = "tests.cli.models:make"
     assert run(["plan", model, "--checkpoint", str(tmp_path), "--mesh", "data=1"]) == 2
     assert said in capsys.readouterr().err

@@ -125,6 +125,91 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         assert one.step_count == len(losses)
 
 
+@pytest.mark.parametrize("name", ["SHA256SUMS", "checkpoint.json"])
+def test_a_run_does_not_go_on_from_before_a_damaged_checkpoint(
+    program: pc.Program, tmp_path: Path, name: str
+) -> None:
+    with worker(program) as one:
+        older = one.save(tmp_path)
+        trained(one, 1)
+        newest = one.save(tmp_path)
+        (newest / name).unlink()
+        message = rf"{newest} is damaged .*give {older} to go on from that"
+        with pytest.raises(pc.InputError, match=message):
+            one.load(tmp_path)
+        assert one.load(older) == 0
+        trained(one, 2)
+        later = one.save(tmp_path)  # of a later step than the damaged one
+        assert (one.load(tmp_path), later.name) == (2, "step_00000002")
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number that is of no parameter, and what it is told of each parameter."""
+
+    kept: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        own: dict[Any, Any] = self.state
+        own["count"] = own.get("count", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.kept is not None:
+                    self.state[parameter]["kept"] = self.kept
+        return super().step(closure)
+
+
+class Listing(Counting):
+    kept: Any = [torch.ones(2)]  # noqa: RUF012
+
+
+def test_states_of_an_optimizer_come_back_or_are_refused(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    with worker(program, Counting) as one:
+        trained(one, 3)
+        one.save(tmp_path)
+    with program.worker() as two:
+        optimizer = two.set_optimizer(Counting, lr=1e-2)
+        two.load(tmp_path)
+        assert optimizer.state["count"] == 3  # type: ignore[index]
+    with worker(program, Listing) as three:
+        trained(three, 1)
+        message = r"state 'kept' of '.*' is or holds a tensor.*save with optimizer=False"
+        with pytest.raises(pc.InputError, match=message):
+            three.save(tmp_path / "lists")
+        path = three.save(tmp_path / "lists", optimizer=False)
+        with pytest.warns(UserWarning, match="no states of an optimizer"):
+            assert three.load(path) == 1
+
+
+def test_a_group_of_new_parameters_keeps_its_options(tmp_path: Path) -> None:
+    """As layers are unfrozen one after the other, groups get other numbers."""
+    model = mixed()
+    with worker(compiled(model, MICROBATCHES), torch.optim.SGD) as one:
+        one.set_optimizer(torch.optim.SGD, lr=1e-3, groups=[("head.*", {"lr": 1.0})])
+        one.save(tmp_path)
+    model.frozen.requires_grad_(True)
+    groups = [("frozen.*", {"lr": 1e-5}), ("head.*", {"lr": 2.0}), ("norm.*", {"lr": 3.0})]
+    with worker(compiled(model, MICROBATCHES)) as two:
+        optimizer = two.set_optimizer(torch.optim.SGD, lr=1.0, groups=groups)
+        two.load(tmp_path)
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-5, 1.0, 1e-3]
+
+
+def test_masters_are_loaded_whether_a_loss_is_scaled_or_not(tmp_path: Path) -> None:
+    single, half = (compiled(mixed(), MICROBATCHES, precision=x) for x in (None, "fp16"))
+    with worker(half) as one:
+        trained(one, 1)
+        one.save(tmp_path)
+    with worker(single) as two:
+        assert two.load(tmp_path) == 1
+        trained(two, 1)
+        two.save(tmp_path)
+    with worker(half) as three:
+        assert three.load(tmp_path) == 2
+        assert torch.tensor(trained(three, 1)).isfinite().all()
+
+
 def test_a_full_disk_is_said_at_the_next_call_and_at_close(
     program: pc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

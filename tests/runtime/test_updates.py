@@ -242,8 +242,53 @@ def test_an_optimizer_that_is_made_already_is_refused(half: pc.Program) -> None:
             worker.set_optimizer(made)
         with pytest.raises(pc.InputError, match="SparseAdam steps tables alone"):
             worker.set_optimizer(torch.optim.SparseAdam, lr=0.1)
+        with pytest.raises(pc.InputError, match="LBFGS runs the model several times"):
+            worker.set_optimizer(torch.optim.LBFGS, lr=0.1)
         with pytest.raises(pc.InputError, match="an optimizer's class is needed"):
             worker.set_optimizer(None)  # type: ignore[arg-type]
+        with pytest.raises(pc.InputError, match=r"an optimizer is needed.*makes 0"):
+            worker.set_optimizer(lambda *_, **options: 0)  # type: ignore[arg-type]
+
+
+class Together(torch.optim.SGD):
+    """Divides by the norm of all gradients that it is given."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        size = sum(gradient.square().sum() for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient /= size
+        return super().step(closure)
+
+
+class Alone(torch.optim.SGD):
+    """Divides each gradient by its own norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_all_parameters_needs_them_on_every_rank(
+    single: pc.Program,
+) -> None:
+    rank = compiled(mixed(), mesh=pc.Mesh(pipeline=2)).rank_program(0)
+    parameters = {"first.weight": torch.nn.Parameter(torch.zeros(2, 2))}
+    updates = Updates(rank, parameters, torch.device("cpu"), lambda _: None)
+    updates.set_optimizer(Alone, None, {"lr": 0.1})
+    with pytest.raises(pc.InputError, match="Together computes something over all of its param"):
+        updates.set_optimizer(Together, None, {"lr": 0.1})
+    with single.worker() as worker:
+        worker.set_optimizer(Together, lr=0.1)
+
+
+def test_an_optimizer_of_matrices_is_made_where_a_rank_trains_nothing() -> None:
+    rank = compiled(mixed(), mesh=pc.Mesh(pipeline=2)).rank_program(0)
+    updates = Updates(rank, {}, torch.device("cpu"), lambda _: None)
+    updates.set_optimizer(torch.optim.Muon, None, {"lr": 0.1})
 
 
 def test_an_average_of_the_weights_is_a_state_of_the_optimizer(half: pc.Program) -> None:

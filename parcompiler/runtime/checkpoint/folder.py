@@ -197,28 +197,52 @@ def damaged(path: Path, part: int = 0, parts: int = 1) -> list[str]:
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, the newest last: in the order they were written in."""
     found = []
-    try:
-        names = [item for item in folder.iterdir() if _NAME.fullmatch(item.name)]
-    except OSError:
-        return []
-    for item in names:
+    for item in _named(folder):
         with suppress(InputError):
-            if (item / SUMS).is_file():
-                found.append((int(json_of(item / FACTS).get("serial", 0)), item.name, item))
+            found.append((_serial(item), item.name, item))
     return [item for _, _, item in sorted(found)]
 
 
 def find(folder: Path) -> Path:
-    """The checkpoint that a folder is, or the newest complete one in it. Raises InputError where
-    there is none."""
+    """The checkpoint that a folder is, or the newest in it. Raises InputError where there is none,
+    and where one of a later step is damaged: what has a name was complete."""
     if (folder / SUMS).is_file() and (folder / FACTS).is_file():
         return folder
     found = complete(folder)
+    last = _order(found[-1]) if found else (-1, 0)
+    damaged = [item for item in _named(folder) if item not in found and _order(item) > last]
+    if damaged:
+        worst = max(damaged, key=_order)
+        advice = f": give {found[-1]} to go on from that" if found else ""
+        message = f"{worst} is damaged ({FACTS} is not as {SUMS} says){advice}"
+        raise InputError(message)
     if not found:
         reason = "there is no such folder" if not folder.is_dir() else "there is no complete one"
         message = f"no checkpoint in {folder} ({reason})"
         raise InputError(message)
     return found[-1]
+
+
+def _named(folder: Path) -> list[Path]:
+    """What is called as a checkpoint in a folder."""
+    try:
+        return [item for item in folder.iterdir() if _NAME.fullmatch(item.name)]
+    except OSError:
+        return []
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """The step in the name of a checkpoint, and which of that step it is."""
+    _, step, *more = re.split("[_-]", path.name)
+    return int(step), int(more[0]) if more else 1
+
+
+def _serial(path: Path) -> int:
+    """The number of a checkpoint among those of its folder. Raises InputError for a damaged one."""
+    if not (path / SUMS).is_file() or checksum(path / FACTS) != sums(path).get(FACTS):
+        message = f"{path / FACTS} is damaged"
+        raise InputError(message)
+    return int(json_of(path / FACTS).get("serial", 0))
 
 
 def begin(folder: Path, step: int) -> tuple[Path, int]:

@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,11 +91,11 @@ class Checkpoints:
         *,
         asynchronous: bool,
         keep: int | None,
-        optimizer: bool = True,
+        optimizer: bool,
     ) -> Path:
         """Save a checkpoint; its folder. A collective that raises InputError on all ranks."""
         self.finish()
-        arguments = [str(folder), sorted(map(str, extra)), asynchronous, keep]
+        arguments = [str(folder), sorted(map(str, extra)), asynchronous, keep, optimizer]
         tensors: dict[str, torch.Tensor] = {}
         partial: list[Path] = []  # of rank 0, that made it
 
@@ -161,9 +161,11 @@ class Checkpoints:
 
         self._agreed(check, what)
 
+        members = self._members()
+
         def plan() -> tuple[Checkpoint, Restored, dict[str, Any]]:
             checkpoint = folders.read(path)
-            restored = self._state.restored(checkpoint, optimizer=optimizer)
+            restored = self._state.restored(checkpoint, members, optimizer=optimizer)
             return checkpoint, restored, {x: extra_of(checkpoint, x, program) for x in extra}
 
         checkpoint, restored, states = self._on_rank(plan, what)
@@ -178,6 +180,9 @@ class Checkpoints:
         others = ", ".join(checkpoint.facts["extra"].keys() - extra.keys())
         if others and optimizer and program.rank == 0:
             text = f"the checkpoint has states that nobody asked for: extra {others}"
+            warnings.warn(text, stacklevel=3)
+        if optimizer and members and checkpoint.facts.get("optimizer") is None and not program.rank:
+            text = "the checkpoint has no states of an optimizer: this one's stay as they are"
             warnings.warn(text, stacklevel=3)
         for name, item in extra.items():
             item.load_state_dict(states[name])
@@ -326,6 +331,12 @@ class Checkpoints:
             {key for key in stored if self._state.is_shared_out(key)},
         )
         return {key: stored[key]._replace(parts=parts[key]) for key in parts}
+
+    def _members(self) -> list[list[str]]:
+        """The names of the parameters in each group of the optimizer, of all ranks."""
+        texts = self._channels.gather_texts(json.dumps(self._state.members()))
+        ranks = map(json.loads, texts)
+        return [[*dict.fromkeys(chain(*own))] for own in zip_longest(*ranks, fillvalue=())]
 
     def _first(self) -> Mapping[str, int]:
         """The first pipeline coordinate that holds each tensor of the model; ranks ask each other

@@ -69,6 +69,7 @@ class Restored:
     names: set[str] = field(default_factory=set)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    own: dict[Any, Any] = field(default_factory=dict)
 
     def copy(self, key: str, parts: Iterable[Part]) -> None:
         """Fill these parts from the stored tensor `key`."""
@@ -221,11 +222,25 @@ class RankState:
                     for name, _, states in self._states()
                     if (parts := self._data_parts(name)) is None or parts.is_first(name)
                 },
+                "own": [
+                    [_option(key, "a key of the state"), _option(value, f"state {key!r}")]
+                    for key, value in current.state.items()
+                    if not isinstance(key, torch.Tensor)
+                ],
             }
         return facts
 
-    def restored(self, checkpoint: Checkpoint, *, optimizer: bool) -> Restored:
-        """What a checkpoint means for this rank; nothing is changed yet."""
+    def members(self) -> list[list[str]]:
+        """The names of the parameters in each group of the optimizer, as far as they are here."""
+        names = {id(parameter): name for name, parameter in self.updates.weights().items()}
+        groups = () if (current := self._optimizer()) is None else current.param_groups
+        return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+
+    def restored(
+        self, checkpoint: Checkpoint, members: Sequence[Sequence[str]], *, optimizer: bool
+    ) -> Restored:
+        """What a checkpoint means for this rank; nothing is changed yet. `members` are those of
+        each group on all ranks."""
         restored, rounds = Restored(), self.updates.rounds
         for name in self.interpreter.tensors:
             key, shape = self._key(checkpoint, name), self._shape(name)
@@ -245,11 +260,7 @@ class RankState:
         self._restore_apart(checkpoint, restored, optimizer=optimizer)
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
-            self._restore_optimizer(checkpoint, saved, restored)
-            if (checkpoint.facts["scale"] is None) != (self.updates.scale is None):
-                restored.faults.append(
-                    "only one of the checkpoint and this program scales its loss"
-                )
+            self._restore_optimizer(checkpoint, saved, members, restored)
         return restored
 
     def _restore_apart(
@@ -285,7 +296,9 @@ class RankState:
             return
         current = self._optimizer()
         assert current is not None
+        own = {k: v for k, v in current.state.items() if not isinstance(k, torch.Tensor)}
         current.state.clear()
+        current.state.update(own | restored.own)
         served = self.updates.serving is not None and self.program.coordinate.data > 0
         for parameter, states in () if served else restored.states:
             current.state[parameter] = states
@@ -368,7 +381,11 @@ class RankState:
             scale.value, scale.good, scale.skipped = facts["scale"]
 
     def _restore_optimizer(
-        self, checkpoint: Checkpoint, saved: Mapping[str, Any], restored: Restored
+        self,
+        checkpoint: Checkpoint,
+        saved: Mapping[str, Any],
+        members: Sequence[Sequence[str]],
+        restored: Restored,
     ) -> None:
         """What the optimizer gets, by the names of its parameters."""
         current = self._optimizer()
@@ -398,7 +415,11 @@ class RankState:
                 self._restore_state(checkpoint, name, parameter, head, key, states, restored)
             if states:
                 restored.states.append((parameter, states))
-        self._restore_options(current, saved["groups"], restored)
+        restored.own = {
+            _value(key, torch.empty(0)): _value(value, torch.empty(0))
+            for key, value in saved.get("own", ())
+        }
+        self._restore_options(current, saved["groups"], members, restored)
 
     def _restore_state(
         self,
@@ -438,15 +459,15 @@ class RankState:
         self,
         current: torch.optim.Optimizer,
         groups: Sequence[Mapping[str, Any]],
+        members: Sequence[Sequence[str]],
         restored: Restored,
     ) -> None:
-        """The options of each group: those of the group that has its parameters."""
-        names = {id(parameter): name for name, parameter in self.updates.weights().items()}
+        """The options of each group: those of the group that has its parameters, wherever these
+        are. One of new parameters keeps its own; one of none is that of none at its place."""
         saved = {name: group["options"] for group in groups for name in group["names"]}
-        for number, group in enumerate(current.param_groups):
-            members = [names[id(p)] for p in group["params"] if id(p) in names]
-            options = [saved[name] for name in members if name in saved]
-            if not options and number < len(groups):
+        for number, (group, names) in enumerate(zip(current.param_groups, members, strict=False)):
+            options = [saved[name] for name in names if name in saved]
+            if not names and number < len(groups) and not groups[number]["names"]:
                 options = [groups[number]["options"]]
             if any(item != options[0] for item in options):
                 restored.faults.append(
@@ -556,15 +577,19 @@ def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     together["seeds"] = [item["seed"] for item in facts]
     optimizers = [item["optimizer"] for item in facts if "optimizer" in item]
     if optimizers:
-        groups: list[dict[str, Any]] = []
-        for group in (group for item in optimizers for group in item["groups"]):
-            same = [one for one in groups if one["options"] == group["options"]]
-            if same:
-                same[0]["names"] += [n for n in group["names"] if n not in same[0]["names"]]
-            else:
-                groups.append(dict(group))
+        groups = _groups([item["groups"] for item in optimizers])
+        stepping = [one for one in optimizers if any(x["names"] for x in one["groups"])]
+        own = stepping[0]["own"] if stepping else []
+        if any(item["own"] != own for item in stepping):
+            names = ", ".join(repr(key) for key, _ in own)
+            message = (
+                f"states of the optimizer that belong to no parameter ({names}) differ between "
+                "ranks, and a checkpoint has one for all: save with optimizer=False"
+            )
+            raise InputError(message)
         values = {n: v for item in reversed(optimizers) for n, v in item["values"].items()}
-        together["optimizer"] = {"kind": optimizers[0]["kind"], "groups": groups, "values": values}
+        kind = optimizers[0]["kind"]
+        together["optimizer"] = {"kind": kind, "groups": groups, "values": values, "own": own}
     extras = [item["extra"] for item in facts if "extra" in item]
     together["extra"] = {
         name: states[:1] if all(state == states[0] for state in states) else states
@@ -572,6 +597,25 @@ def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for states in [[item[name] for item in extras]]
     }
     return together
+
+
+def _groups(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The groups of an optimizer, of those that each rank has, in the order that all have them in;
+    behind these a group with other options than the parameters of an earlier rank have in it."""
+    groups: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for own in ranks:
+        for number, group in enumerate(own):
+            if number == len(groups):
+                groups.append({"names": [], "options": group["options"]})
+            known = groups[number]
+            if not known["names"]:
+                known["options"] = group["options"]
+            if known["options"] != group["options"] and group["names"]:
+                others.append(dict(group))
+            else:
+                known["names"] += [n for n in group["names"] if n not in known["names"]]
+    return [*groups, *others]
 
 
 def extra_state(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -613,11 +657,16 @@ def _option(value: object, place: str) -> Any:
     if isinstance(value, torch.Tensor) and not value.dim() and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"scalar": value.item(), "dtype": dtype, "cpu": value.device.type == "cpu"}
-    return encoded(value, {}, place) if not isinstance(value, torch.Tensor) else _refused(place)
+    tensors: dict[str, torch.Tensor] = {}
+    found = encoded(value, tensors, place)
+    return _refused(place) if tensors else found
 
 
 def _refused(place: str) -> Any:
-    message = f"{place} is a tensor with dimensions, which a checkpoint cannot hold"
+    message = (
+        f"{place} is or holds a tensor with dimensions, which a checkpoint cannot hold there (of a "
+        "parameter it holds states that are tensors themselves): save with optimizer=False"
+    )
     raise InputError(message)
 
 
