@@ -177,6 +177,13 @@ def _embedding(call: BoundCall) -> str | None:
     return _spelled(call) if isinstance(padding, int) and padding >= -1 else None
 
 
+def _histogram(call: BoundCall) -> str | None:
+    """A histogram; of integers by the runtime, as programs of GPUs are run on CPUs too."""
+    operand = call.values["self"]
+    integers = isinstance(operand, fx.Node) and not operand.meta["val"].is_floating_point()
+    return fill(HISTOGRAM, call) if integers else _spelled(call)
+
+
 def _einsum(call: BoundCall) -> str | None:
     """An einsum in a fixed order: for three operands or more `torch.einsum` chooses one by what is
     installed."""
@@ -247,10 +254,13 @@ SPECIALS: Mapping[str, Callable[[BoundCall], str | None]] = {
     "index_put_.default": _index_put,
     "embedding.default": _embedding,
     "einsum.default": _einsum,
+    "histc.default": _histogram,
     "expand.default": lambda call: _expand(call) or _spelled(call),
     "view.default": lambda call: _view(call) or _spelled(call),
     "reshape.default": lambda call: _view(call) or _spelled(call),
 }
+
+HISTOGRAM = Spelling("runtime.histogram(self, bins=bins, least=min, most=max)")
 
 # Batch norms over the batches of all data ranks (see capture/synchronized.py).
 SYNCHRONIZED: Mapping[str, Spelling] = {

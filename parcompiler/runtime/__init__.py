@@ -19,7 +19,13 @@ from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
 from parcompiler.runtime.causal import attention_of_rows, ring_attention
 from parcompiler.runtime.deferred import Linear, addmm, linear
-from parcompiler.runtime.experts import combine, dispatch, expert_arrivals, expert_ends
+from parcompiler.runtime.experts import (
+    combine,
+    dispatch,
+    expert_arrivals,
+    expert_ends,
+    histogram,
+)
 from parcompiler.runtime.files import loading
 from parcompiler.runtime.joining import place, rank_among, rank_device
 from parcompiler.runtime.metrics import Metrics
@@ -89,6 +95,7 @@ __all__ = [
     "expert_ends",
     "fan_out",
     "first",
+    "histogram",
     "linear",
     "loading",
     "offloaded",

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from parcompiler.runtime.axis import Axis
 
 
+def histogram(
+    x: torch.Tensor, bins: int = 100, least: float = 0.0, most: float = 0.0
+) -> torch.Tensor:
+    """`torch.histc` of integers [bins], which CPUs have for floating numbers alone; exact up to
+    2²⁴ equal ones there. A mixture of experts counts its tokens so on GPUs."""
+    if x.device.type != "cpu":
+        return torch.histc(x, bins, least, most)
+    return torch.histc(x.float(), bins, least, most).to(x.dtype)
+
+
 def expert_arrivals(ends: torch.Tensor, *, axis: str = "expert") -> torch.Tensor:
     """How many rows come [ranks, experts here] from where rows by all experts end."""
     group = current(axis)

@@ -143,6 +143,16 @@ def test_experts_that_draw_by_row_are_not_sorted_by_context_ranks() -> None:
         pc.compile(program, pc.Mesh(context=2, expert=2), **OPTIONS)
 
 
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_a_mixture_without_values_counts_its_tokens_on_cpus_too(device: str) -> None:
+    """It is captured as on a GPU, which counts integers."""
+    real, inputs = zoo.build("hf-mixtral")
+    with torch.device("meta"):
+        model = type(real)(real.config)
+    program = pc.compile(model, pc.Mesh(pipeline=2, device=device), inputs, **OPTIONS)
+    check(program)
+
+
 class ExpertsInside(torch.nn.Module):
     """A mixture whose parameter has the experts as its second dimension."""
 
