@@ -177,7 +177,12 @@ def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int)
     )
     if spec.shape and tensor.ndim and tensor.shape[0] % count:
         message += f"; {tensor.shape[0]} rows cannot be divided into {count} micro-batches"
-    if spec.shape and tensor.ndim and tensor.shape[0] < spec.shape[0] * count:
+    if tuple(tensor.shape) == spec.shape:
+        message += (
+            f"; this is one micro-batch: give all rows of the step, or, of what is the same for "
+            f"all rows, {count} times as many (tensor.repeat)"
+        )
+    elif spec.shape and tensor.ndim and tensor.shape[0] < spec.shape[0] * count:
         message += (
             "; DataLoader(drop_last=True) leaves out the smaller batch at the end of an epoch, of "
             f"which `evaluate` takes multiples of {spec.shape[0]} rows"

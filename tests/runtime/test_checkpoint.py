@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import parcompiler as pc
 from parcompiler.runtime import run
@@ -375,6 +376,19 @@ def test_safetensors_are_read_by_boxes_in_another_dtype(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(pc.InputError, match="is cut short"):
         File(path)
+
+
+def test_both_names_of_a_tied_tensor_have_one_value(program: pc.Program, tmp_path: Path) -> None:
+    assert isinstance(program.model, torch.nn.Module)
+    state = {name: tensor.clone() for name, tensor in program.model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    with worker(program) as one:
+        one.load_pretrained(tmp_path)
+        state["twin.weight"] += 1
+        save_file(state, tmp_path / "model.safetensors")
+        message = "'first.weight' and 'twin.weight' are one tensor of the model, and differ"
+        with pytest.raises(pc.InputError, match=message):
+            one.load_pretrained(tmp_path)
 
 
 def test_names_with_and_without_the_model_around_them() -> None:

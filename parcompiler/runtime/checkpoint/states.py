@@ -311,23 +311,31 @@ class RankState:
         """What this rank copies out of published weights, by the name of its tensor, and what does
         not fit; `mapping` says where those stand in the model."""
         copies: dict[str, list[tuple[str, Part]]] = {}
+        aliases: dict[str, str] = {}
         faults = []
         for alias, stored in grouped(mapping).items():
             name = self.program.aliases.get(alias, alias)
-            if name not in self.interpreter.tensors or name in copies:
+            if name not in self.interpreter.tensors:
                 continue
             try:
                 pieces = boxes(source, mapping, stored, self._shape(name))
             except InputError as error:
                 faults.append(str(error))
                 continue
-            copies[name] = [
+            found = [
                 (key, Part(common.within(box), common.within(part.box).of(part.tensor)))
                 for part in self._filled(name)
                 for key, box in pieces
                 for common in [part.box.overlap(box)]
                 if common.count
             ]
+            if name not in copies:
+                copies[name], aliases[name] = found, alias
+            elif not _same(source, copies[name], found):
+                faults.append(
+                    f"{aliases[name]!r} and {alias!r} are one tensor of the model, and differ in "
+                    "the files: leave one of them out, or untie the model"
+                )
         return copies, faults
 
     def place(self, name: str, tensor: torch.Tensor) -> Box:
@@ -569,6 +577,20 @@ class RankState:
             return self.updates.optimizer
         except InputError:
             return None
+
+
+def _same(
+    source: Pretrained, one: Sequence[tuple[str, Part]], other: Sequence[tuple[str, Part]]
+) -> bool:
+    """Whether two ways to fill the same tensors have the same values."""
+
+    def values(copies: Sequence[tuple[str, Part]]) -> Iterator[torch.Tensor]:
+        for key, part in copies:
+            value = torch.empty_like(part.tensor, device="cpu")
+            source.read(key, part.box, value)
+            yield value.flatten()
+
+    return not one or torch.equal(torch.cat([*values(one)]), torch.cat([*values(other)]))
 
 
 def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
