@@ -75,6 +75,9 @@ class Known(ModelMode):
         }
 
     def _stand_in(self, value: Any) -> Any:
+        """What stands for a tensor of the model, alone or in a list, while that is traced."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self._stand_in, value))
         home, name = self._homes.get(id(value), (None, ""))
         return value if home is None else home.get(name, value)
 
@@ -199,7 +202,8 @@ class Known(ModelMode):
 def _check_registered(func: Any, args: Any, result: Any) -> None:
     """Refuse to compute with a parameter that no module registered: torch.export would take it for
     a constant. (Those that are registered are not themselves while they are traced.)"""
-    foreign = [p for p in args if type(p) is nn.Parameter and p.requires_grad]
+    read = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+    foreign = [p for p in read if type(p) is nn.Parameter and p.requires_grad]
     if not foreign or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
         return
     name = getattr(func, "__name__", "")

@@ -396,7 +396,12 @@ def test_hooks_on_forwards_are_part_of_the_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", [lambda y: OUTSIDE(y).square().mean(), lambda y: (y @ OUTSIDE.weight.T).mean()]
+    "loss",
+    [
+        lambda y: OUTSIDE(y).square().mean(),
+        lambda y: (y @ OUTSIDE.weight.T).mean(),
+        lambda y: torch.cat([y, OUTSIDE.weight]).mean(),
+    ],
 )
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_parameters_that_no_module_registered_are_refused(
@@ -418,7 +423,8 @@ class Wrapped(nn.Module):
         self.layer, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
 
         def forward(x: torch.Tensor) -> Any:
-            return self.head(self.norm(self.layer(x))).square().mean()
+            bias = torch.stack([self.layer.bias, self.head.bias]).sum()
+            return self.head(self.norm(self.layer(x))).square().mean() + bias
 
         self.forward = forward
 
