@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -150,7 +150,7 @@ class Counting(torch.optim.SGD):
     kept: Any = None
 
     def step(self, closure: Any = None) -> Any:
-        own: dict[Any, Any] = self.state
+        own = cast("dict[Any, Any]", self.state)
         own["count"] = own.get("count", 0) + 1
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -79,7 +79,8 @@ class Limited(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,) = gradients
         scale: torch.Tensor = (Limited.LIMIT / gradient.norm()).clamp(max=1)
         return gradient * scale
 
