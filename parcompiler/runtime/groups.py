@@ -23,6 +23,7 @@ from torch import nn
 from parcompiler.errors import InputError, shown
 
 TRIED = 20  # steps: Prodigy and its like move slowly from their first estimate
+LARGE = 1e4  # of gradients: a norm above a limit may be cut down
 
 Patterns = Sequence[tuple[str, Mapping[str, Any]]]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -84,7 +85,7 @@ def is_coupling(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str
 
     def stepped(*sizes: float) -> list[torch.Tensor]:
         weights = [nn.Parameter(torch.ones(4, 4, dtype=torch.float64)) for _ in sizes]
-        optimizer = kind(weights, **options)
+        optimizer = kind([{"params": weights}], **options)  # in groups, as a worker gives them
         for _ in range(TRIED):
             for weight, size in zip(weights, sizes, strict=True):
                 weight.grad = torch.full_like(weight, size)
@@ -95,8 +96,8 @@ def is_coupling(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str
         return False
     with torch.random.fork_rng(devices=[]):
         try:
-            together, again = stepped(1.0, 100.0), stepped(1.0, 100.0)
-            apart = [*stepped(1.0), *stepped(100.0)]
+            together, again = stepped(1.0, LARGE), stepped(1.0, LARGE)
+            apart = [*stepped(1.0), *stepped(LARGE)]
         except Exception:  # whatever a user's optimizer raises
             return False
     draws = not all(map(torch.equal, together, again))
