@@ -30,18 +30,11 @@ from parcompiler.runtime.agreement import combined
 from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.runtime.checkpoint import pretrained as published
+from parcompiler.runtime.checkpoint.facts import extra_of, extra_state, merged, names_of
 from parcompiler.runtime.checkpoint.folder import FACTS, TENSORS, Checkpoint
 from parcompiler.runtime.checkpoint.layout import Part, base
 from parcompiler.runtime.checkpoint.state_dict import IncompatibleKeys, account_of, concluded
-from parcompiler.runtime.checkpoint.states import (
-    RankState,
-    Restored,
-    StoredTensor,
-    extra_of,
-    extra_state,
-    merged,
-    names_of,
-)
+from parcompiler.runtime.checkpoint.states import RankState, Restored, StoredTensor
 from parcompiler.runtime.failure import Watch
 from parcompiler.runtime.tensor_files import Described, write
 

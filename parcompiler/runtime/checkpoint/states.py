@@ -26,10 +26,10 @@ from torch import nn
 from parcompiler.errors import InputError
 from parcompiler.runtime.agreement import digest_of
 from parcompiler.runtime.boxes import Box
-from parcompiler.runtime.checkpoint.folder import Checkpoint, dtype_of
+from parcompiler.runtime.checkpoint.facts import option, set_options, value_of
+from parcompiler.runtime.checkpoint.folder import Checkpoint
 from parcompiler.runtime.checkpoint.layout import Part, RankLayout
 from parcompiler.runtime.checkpoint.pretrained import Place, Pretrained, boxes, grouped
-from parcompiler.runtime.checkpoint.values import decoded, encoded
 from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.updates import Updates
@@ -206,7 +206,7 @@ class RankState:
                     {
                         "names": [names[id(p)] for p in group["params"] if id(p) in names],
                         "options": {
-                            key: _option(value, f"option {key!r} of the optimizer")
+                            key: option(value, f"option {key!r} of the optimizer")
                             for key, value in group.items()
                             if key != "params"
                         },
@@ -215,7 +215,7 @@ class RankState:
                 ],
                 "values": {
                     name: {
-                        key: _option(value, f"state {key!r} of {name!r}")
+                        key: option(value, f"state {key!r} of {name!r}")
                         for key, value in states.items()
                         if self._is_number(name, key, value)
                     }
@@ -223,7 +223,7 @@ class RankState:
                     if (parts := self._data_parts(name)) is None or parts.is_first(name)
                 },
                 "own": [
-                    [_option(key, "a key of the state"), _option(value, f"state {key!r}")]
+                    [option(key, "a key of the state"), option(value, f"state {key!r}")]
                     for key, value in current.state.items()
                     if not isinstance(key, torch.Tensor)
                 ],
@@ -303,7 +303,7 @@ class RankState:
         for parameter, states in () if served else restored.states:
             current.state[parameter] = states
         for group, options in restored.options:
-            _set_options(group, options)
+            set_options(group, options)
 
     def published(
         self, source: Pretrained, mapping: Mapping[str, Place]
@@ -416,7 +416,7 @@ class RankState:
                 by_name.setdefault(name, []).append((head.removeprefix("optimizer "), key))
         for name, parameter in self.updates.weights().items():
             states = {
-                key: _value(value, parameter)
+                key: value_of(value, parameter)
                 for key, value in saved["values"].get(name, {}).items()
             }
             for head, key in by_name.get(name, ()):
@@ -424,7 +424,7 @@ class RankState:
             if states:
                 restored.states.append((parameter, states))
         restored.own = {
-            _value(key, torch.empty(0)): _value(value, torch.empty(0))
+            value_of(key, torch.empty(0)): value_of(value, torch.empty(0))
             for key, value in saved.get("own", ())
         }
         self._restore_options(current, saved["groups"], members, restored)
@@ -591,122 +591,3 @@ def _same(
             yield value.flatten()
 
     return not one or torch.equal(torch.cat([*values(one)]), torch.cat([*values(other)]))
-
-
-def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What checkpoint.json says, of what all ranks say."""
-    together = {key: value for key, value in facts[0].items() if key != "seed"}
-    together["seeds"] = [item["seed"] for item in facts]
-    optimizers = [item["optimizer"] for item in facts if "optimizer" in item]
-    if optimizers:
-        groups = _groups([item["groups"] for item in optimizers])
-        stepping = [one for one in optimizers if any(x["names"] for x in one["groups"])]
-        own = stepping[0]["own"] if stepping else []
-        if any(item["own"] != own for item in stepping):
-            names = ", ".join(repr(key) for key, _ in own)
-            message = (
-                f"states of the optimizer that belong to no parameter ({names}) differ between "
-                "ranks, and a checkpoint has one for all: save with optimizer=False"
-            )
-            raise InputError(message)
-        values = {n: v for item in reversed(optimizers) for n, v in item["values"].items()}
-        kind = optimizers[0]["kind"]
-        together["optimizer"] = {"kind": kind, "groups": groups, "values": values, "own": own}
-    extras = [item["extra"] for item in facts if "extra" in item]
-    together["extra"] = {
-        name: states[:1] if all(state == states[0] for state in states) else states
-        for name in extras[0]
-        for states in [[item[name] for item in extras]]
-    }
-    return together
-
-
-def _groups(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The groups of an optimizer, of those that each rank has, in the order that all have them in;
-    behind these a group with other options than the parameters of an earlier rank have in it."""
-    groups: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    for own in ranks:
-        for number, group in enumerate(own):
-            if number == len(groups):
-                groups.append({"names": [], "options": group["options"]})
-            known = groups[number]
-            if not known["names"]:
-                known["options"] = group["options"]
-            if known["options"] != group["options"] and group["names"]:
-                others.append(dict(group))
-            else:
-                known["names"] += [n for n in group["names"] if n not in known["names"]]
-    return [*groups, *others]
-
-
-def extra_state(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The states of the objects that a user hands over. Raises InputError for what has none, or one
-    that a checkpoint cannot hold."""
-    states = {}
-    for name, item in extra.items():
-        if not callable(getattr(item, "state_dict", None)):
-            message = f"extra {name!r} has no state_dict() ({type(item).__name__})"
-            raise InputError(message)
-        states[name] = encoded(item.state_dict(), tensors, f"the state of extra {name!r}")
-    return states
-
-
-def extra_of(checkpoint: Checkpoint, name: str, program: RankProgram) -> Any:
-    """The state of an object, as it is for a data rank. Raises InputError where it has none."""
-    states = checkpoint.facts["extra"].get(name)
-    if states is None:
-        known = ", ".join(checkpoint.facts["extra"]) or "nothing"
-        message = f"the checkpoint has no extra {name!r} (it has: {known})"
-        raise InputError(message)
-    if len(states) not in (1, program.data):
-        message = (
-            f"extra {name!r} has a state for each of {len(states)} data ranks, and this program "
-            f"has {program.data}: save what is the same on all (pc.Samples needs no state)"
-        )
-        raise InputError(message)
-    state = states[program.coordinate.data if len(states) > 1 else 0]
-    return decoded(state, lambda digest: checkpoint.whole(f"extra/{digest}"))
-
-
-def names_of(checkpoint: Checkpoint) -> Collection[str]:
-    """The names of the model's state dict that a checkpoint has."""
-    return [key.partition("/")[2] for key in checkpoint.entries if key.startswith("model/")]
-
-
-def _option(value: object, place: str) -> Any:
-    """A number of an optimizer; a tensor without dimensions keeps dtype and device."""
-    if isinstance(value, torch.Tensor) and not value.dim() and not value.is_complex():
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"scalar": value.item(), "dtype": dtype, "cpu": value.device.type == "cpu"}
-    tensors: dict[str, torch.Tensor] = {}
-    found = encoded(value, tensors, place)
-    return _refused(place) if tensors else found
-
-
-def _refused(place: str) -> Any:
-    message = (
-        f"{place} is or holds a tensor with dimensions, which a checkpoint cannot hold there (of a "
-        "parameter it holds states that are tensors themselves): save with optimizer=False"
-    )
-    raise InputError(message)
-
-
-def _value(value: Any, parameter: torch.Tensor) -> Any:
-    """The number that was stored, beside a parameter."""
-    match value:
-        case {"scalar": number, "dtype": str(dtype), "cpu": bool(cpu)}:
-            device = torch.device("cpu") if cpu else parameter.device
-            return torch.tensor(number, dtype=dtype_of(dtype), device=device)
-    return decoded(value, lambda name: _refused(name))
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a group its options; a tensor stays the one that it is."""
-    for key, option in options.items():
-        before = group.get(key)
-        value = _value(option, torch.empty(0))
-        if isinstance(before, torch.Tensor):
-            before.fill_(value)
-        else:
-            group[key] = value

@@ -1,0 +1,132 @@
+"""What checkpoint.json says: counters and options, of all ranks; and states as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.checkpoint.folder import Checkpoint, dtype_of
+from parcompiler.runtime.checkpoint.values import decoded, encoded
+from parcompiler.runtime.program import RankProgram
+
+
+def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What checkpoint.json says, of what all ranks say."""
+    together = {key: value for key, value in facts[0].items() if key != "seed"}
+    together["seeds"] = [item["seed"] for item in facts]
+    optimizers = [item["optimizer"] for item in facts if "optimizer" in item]
+    if optimizers:
+        groups = _groups([item["groups"] for item in optimizers])
+        stepping = [one for one in optimizers if any(x["names"] for x in one["groups"])]
+        own = stepping[0]["own"] if stepping else []
+        if any(item["own"] != own for item in stepping):
+            names = ", ".join(repr(key) for key, _ in own)
+            message = (
+                f"states of the optimizer that belong to no parameter ({names}) differ between "
+                "ranks, and a checkpoint has one for all: save with optimizer=False"
+            )
+            raise InputError(message)
+        values = {n: v for item in reversed(optimizers) for n, v in item["values"].items()}
+        kind = optimizers[0]["kind"]
+        together["optimizer"] = {"kind": kind, "groups": groups, "values": values, "own": own}
+    extras = [item["extra"] for item in facts if "extra" in item]
+    together["extra"] = {
+        name: states[:1] if all(state == states[0] for state in states) else states
+        for name in extras[0]
+        for states in [[item[name] for item in extras]]
+    }
+    return together
+
+
+def _groups(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The groups of an optimizer, of those that each rank has, in the order that all have them in;
+    behind these a group with other options than the parameters of an earlier rank have in it."""
+    groups: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for own in ranks:
+        for number, group in enumerate(own):
+            if number == len(groups):
+                groups.append({"names": [], "options": group["options"]})
+            known = groups[number]
+            if not known["names"]:
+                known["options"] = group["options"]
+            if known["options"] != group["options"] and group["names"]:
+                others.append(dict(group))
+            else:
+                known["names"] += [n for n in group["names"] if n not in known["names"]]
+    return [*groups, *others]
+
+
+def extra_state(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The states of the objects that a user hands over. Raises InputError for what has none, or one
+    that a checkpoint cannot hold."""
+    states = {}
+    for name, item in extra.items():
+        if not callable(getattr(item, "state_dict", None)):
+            message = f"extra {name!r} has no state_dict() ({type(item).__name__})"
+            raise InputError(message)
+        states[name] = encoded(item.state_dict(), tensors, f"the state of extra {name!r}")
+    return states
+
+
+def extra_of(checkpoint: Checkpoint, name: str, program: RankProgram) -> Any:
+    """The state of an object, as it is for a data rank. Raises InputError where it has none."""
+    states = checkpoint.facts["extra"].get(name)
+    if states is None:
+        known = ", ".join(checkpoint.facts["extra"]) or "nothing"
+        message = f"the checkpoint has no extra {name!r} (it has: {known})"
+        raise InputError(message)
+    if len(states) not in (1, program.data):
+        message = (
+            f"extra {name!r} has a state for each of {len(states)} data ranks, and this program "
+            f"has {program.data}: save what is the same on all (pc.Samples needs no state)"
+        )
+        raise InputError(message)
+    state = states[program.coordinate.data if len(states) > 1 else 0]
+    return decoded(state, lambda digest: checkpoint.whole(f"extra/{digest}"))
+
+
+def names_of(checkpoint: Checkpoint) -> Collection[str]:
+    """The names of the model's state dict that a checkpoint has."""
+    return [key.partition("/")[2] for key in checkpoint.entries if key.startswith("model/")]
+
+
+def option(value: object, place: str) -> Any:
+    """A number of an optimizer; a tensor without dimensions keeps dtype and device."""
+    if isinstance(value, torch.Tensor) and not value.dim() and not value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"scalar": value.item(), "dtype": dtype, "cpu": value.device.type == "cpu"}
+    tensors: dict[str, torch.Tensor] = {}
+    found = encoded(value, tensors, place)
+    return _refused(place) if tensors else found
+
+
+def _refused(place: str) -> Any:
+    message = (
+        f"{place} is or holds a tensor with dimensions, which a checkpoint cannot hold there (of a "
+        "parameter it holds states that are tensors themselves): save with optimizer=False"
+    )
+    raise InputError(message)
+
+
+def value_of(value: Any, parameter: torch.Tensor) -> Any:
+    """The number that was stored, beside a parameter."""
+    match value:
+        case {"scalar": number, "dtype": str(dtype), "cpu": bool(cpu)}:
+            device = torch.device("cpu") if cpu else parameter.device
+            return torch.tensor(number, dtype=dtype_of(dtype), device=device)
+    return decoded(value, lambda name: _refused(name))
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Give a group its options; a tensor stays the one that it is."""
+    for key, option in options.items():
+        before = group.get(key)
+        value = value_of(option, torch.empty(0))
+        if isinstance(before, torch.Tensor):
+            before.fill_(value)
+        else:
+            group[key] = value
