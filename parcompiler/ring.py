@@ -218,8 +218,9 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, and of keys and values that may be a part of those that the result
     and the sums are of (arXiv 2205.14135, appendix B.2)."""
-    operands = gradient, query, key, value, result, sums
     if has_kernel(query, key, value):
+        # CUDA's kernel reads the sums as [b, heads, rows] in order, whatever their strides say.
+        operands = gradient, query, key, value, result, sums.contiguous()
         if query.device.type == "cpu":
             made = BACKWARD(*operands, 0.0, is_causal, scale=scale)
         else:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from parcompiler import ring
 from parcompiler.pieces import Shard
 from parcompiler.ring import RingAttention
 
@@ -35,14 +36,14 @@ def found(
     n: int, operands: list[torch.Tensor], dy: torch.Tensor, is_causal: bool, zigzag: bool
 ) -> tuple[list[torch.Tensor], list[int]]:
     """The result and the gradients of all ranks, joined; and what each has sent."""
-    ring = Ring(n)
+    threaded = Ring(n)
     shards = [Shard(2, (x.shape[2],), zigzag) for x in (*operands, dy)]
 
     def attend(rank: int) -> list[torch.Tensor]:
         pairs = zip(shards, (*operands, dy), strict=True)
         *own, gradient = (s.take(x, n, rank).contiguous() for s, x in pairs)
         leaves = [x.detach().requires_grad_() for x in own]
-        more = (rank, n), ring.rotate_of(rank), is_causal, zigzag, 0.3
+        more = (rank, n), threaded.rotate_of(rank), is_causal, zigzag, 0.3
         result: Any = RingAttention.apply(*leaves, *more)  # type: ignore[no-untyped-call]
         saved = result.grad_fn.saved_tensors
         assert max(x.numel() for x in saved) <= max(x.numel() for x in (*leaves, result))
@@ -51,7 +52,7 @@ def found(
     with ThreadPoolExecutor(n) as threads:
         made = list(threads.map(attend, range(n)))
     joins = zip((shards[3], *shards[:3]), zip(*made, strict=True), strict=True)
-    return [shard.join(list(parts)) for shard, parts in joins], ring.sent
+    return [shard.join(list(parts)) for shard, parts in joins], threaded.sent
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -89,6 +90,19 @@ def test_a_ring_attends_to_all_keys(
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     pair = sum(x.numel() for x in operands[1:]) // n  # of one rank
     assert sent == [3 * (n - 1) * pair] * n  # forward; backward, with gradients
+
+
+def test_sums_are_in_the_order_in_which_cuda_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = ring.BACKWARD
+
+    def reading_in_order(*operands: Any, **more: Any) -> Any:
+        *others, sums = operands[:6]
+        strides = torch.empty(sums.shape, device="meta").stride()
+        in_order = sums.as_strided(sums.shape, strides, sums.storage_offset())
+        return kernel(*others, in_order, *operands[6:], **more)
+
+    monkeypatch.setattr(ring, "BACKWARD", reading_in_order)
+    test_a_ring_attends_to_all_keys(2, True, True, 2, 8)
 
 
 def test_a_ring_adds_up_in_float32_what_is_in_16_bits() -> None:
