@@ -142,12 +142,8 @@ def _climb(
         if seconds is None:
             operands = work.tensors(machine.device)
             with torch.set_grad_enabled(work.gradients):
-                seconds = seconds_of(
-                    lambda: work.call(operands),  # noqa: B023 - it is called at once
-                    budget,
-                    machine.synchronize,
-                    machine.clock,
-                )
+                call, times = machine.repeated(lambda: work.call(operands))  # noqa: B023 - at once
+                seconds = seconds_of(call, budget, machine.synchronize, machine.clock) / times
             journal.add(work.key, seconds)
         before = WorkTime(work, counted, seconds)
         yield before
