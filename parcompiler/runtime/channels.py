@@ -12,6 +12,7 @@ the verifier has proved that before anything starts.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -383,6 +384,8 @@ class Channels:
         """The process group of some ranks, or of all; None where this rank is not one of them."""
         backend = backend or backend_of(self.device)
         members = None if ranks is None else list(ranks)
+        if backend == "nccl":  # a group of two has messages of one direction, in their order
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         # NCCL makes the communicator at once for a device, not at the first use within a step.
         device = self.device if backend == "nccl" else None
         group = dist.new_group(members, self._timeout, backend, device_id=device)

@@ -124,6 +124,7 @@ class Worker:
         self._hooks = hooks or {}
         self._count_targets = counted
         self.folder = folder
+        self._copied: torch.Event | None = None  # the last batch is on the device
         self._closed = ""  # why nothing runs any more
         self._refused = ""  # why this rank does not take part in the call that others may be in
         self.check_batches = CHECK_BATCHES
@@ -780,6 +781,8 @@ class Worker:
                 lines, batches, training=training, record=self._records, scale=scale, kept=kept
             )
             loss = loss if share == 1.0 else loss * share
+        if self._copied is not None:
+            self._copied.synchronize()  # the caller may write into pinned memory again
         self._calls[training] += 1
         return loss
 
@@ -847,7 +850,12 @@ class Worker:
         with self._failing_together(but=InputError), self._in_groups():
             self._tensors.check_loaded()
             batches = microbatches(self.program, batch, fewer=not training)
-            batches = [{n: t.to(self.device) for n, t in each.items()} for each in batches]
+            batches = [
+                {n: t.to(self.device, non_blocking=True) for n, t in each.items()}
+                for each in batches
+            ]
+            if self.device.type == "cuda":
+                self._copied = torch.cuda.current_stream(self.device).record_event()
             self._interpreter.check(batches)
             return batches
 
