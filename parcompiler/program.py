@@ -88,9 +88,10 @@ class Program:
         return Costs(self.problem, self.plan)
 
     def verify(
-        self, seed: int = 0, progress: bool = True, compiled: bool = False, full: bool = False
-    ) -> Verification:
-        """Run every rank on this machine's CPU and the original model beside it.
+        self, seed: int = 0, progress: bool = True, compiled: bool = False, full: bool = False,
+        device: str = "cpu",
+    ) -> Verification:  # fmt: skip
+        """Run every rank on this machine and the original model beside it.
 
         The same random batch (`seed`) goes through both, as the program is and lifted to float64:
         loss, all gradients (and which there are), and parameters and buffers after one optimizer
@@ -102,13 +103,16 @@ class Program:
         `compiled` proves the ranks as `worker(compiled=True)` runs them.
         A large step (more than 10¹¹ FLOPs) is lifted to float64 at fewer tokens and rows, which the
         result names, unless it is to be `full` there too, or anything differs.
-        Raises InputError for a program compiled from a `Graph`, which has no original model.
+        Ranks run on the CPU, or with `device="cuda"` on this machine's GPUs, with NCCL; they share
+        GPUs where there are fewer. The original model runs on the CPU.
+        Raises InputError for a program compiled from a `Graph`, which has no original model, and
+        for a `device` that this machine does not have.
         """
         from parcompiler.verification.check import check
 
         model, modes = self.model, self.captured.modes
         with nullcontext() if model is None else in_modes(model, modes):
-            return check(self, seed, progress, compiled=compiled, full=full)
+            return check(self, seed, progress, compiled=compiled, full=full, device=device)
 
     @property
     def request(self) -> Request:

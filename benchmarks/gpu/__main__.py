@@ -3,8 +3,8 @@
     python -m benchmarks.gpu [--device cuda] [--seconds 0.2] [--compiled] [--output table.md]
     python -m benchmarks.gpu --device cpu            the same lines at tiny sizes, without a GPU
 
-It needs torch and the package's own dependencies. With several devices one process for each runs
-the proofs (NCCL; gloo on a CPU with --ranks); the rest is measured on the first device.
+It needs torch and the package's own dependencies. Proofs run on one rank and on --ranks of them
+(one a device, and at least four, which then share devices); the rest is measured on the first one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,9 @@ def main(given: Sequence[str] | None = None) -> int:
     """Print the table; 1 where a line fails, 2 without the device."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, help="processes that prove (default: one a device)")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks that prove (default: one a device, at least 4)"
+    )
     parser.add_argument("--only", nargs="+", choices=LINES, default=[*LINES])
     parser.add_argument("--compiled", action="store_true", help="compiled variants on a CPU too")
     parser.add_argument("--seconds", type=float, default=0.2, help="of each calibration")
@@ -58,12 +60,12 @@ def main(given: Sequence[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def _rows(name: str, place: Place) -> list[Row]:
+def _rows(name: str, place: Place) -> Iterator[Row]:
     """The rows of a line; an error is a row, so that the others are measured."""
     try:
-        return [*LINES[name](place)]
+        yield from LINES[name](place)
     except Exception as error:
-        return [Row(type(error).__name__, " ".join(str(error).split()), "no error", ok=False)]
+        yield Row(type(error).__name__, " ".join(str(error).split()), "no error", ok=False)
 
 
 if __name__ == "__main__":

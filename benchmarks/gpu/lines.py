@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -20,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import parcompiler as pc
+from benchmarks.gpu.programs import program, programs
 from parcompiler.calibrate import calibrate
 from parcompiler.calibrate.machine import find_machine
 from parcompiler.calibrate.measure import recognized
@@ -34,7 +33,7 @@ from parcompiler.models import llama
 WARM, STEPS = 3, 10
 MICROBATCHES = 4
 SHOWN = 5  # kernels, by time
-EXACT = 1e-9  # relative, in float64
+SHARING = 4  # ranks that prove, where devices are fewer
 WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default"}
 
 TINY = llama.Config(layers=2, heads=2, hidden=16, vocabulary=64, sequence=8)
@@ -79,7 +78,8 @@ def place_of(options: argparse.Namespace, folder: Path) -> Place:
     """The place that the command line names; figures are the catalogue's until calibrated."""
     here = torch.device("cuda:0" if options.device == "cuda" else "cpu")
     name = (recognized(find_machine()) or "h100") if here.type == "cuda" else "cpu"
-    ranks = options.ranks or (torch.cuda.device_count() if here.type == "cuda" else 1)
+    count = torch.cuda.device_count() if here.type == "cuda" else 1
+    ranks = options.ranks or (max(count, SHARING) if here.type == "cuda" else 1)
     return Place(here, device(name), device(name), ranks, folder, options)
 
 
@@ -87,7 +87,8 @@ def environment(place: Place) -> str:
     """The machine, the versions and the command."""
     if place.large:
         found = torch.cuda.get_device_properties(place.device)
-        machine = f"{place.ranks} × {found.name}, {found.total_memory / 2**30:.0f} GiB"
+        count = torch.cuda.device_count()
+        machine = f"{count} × {found.name}, {found.total_memory / 2**30:.0f} GiB"
         machine += f", CUDA {torch.version.cuda}"
     else:
         machine = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, tiny sizes"
@@ -113,23 +114,26 @@ def calibration(place: Place) -> Iterator[Row]:
 
 
 def proofs(place: Place) -> Iterator[Row]:
-    """Loss and gradients of programs in float64 beside the model's own, on the device."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(place.ranks), "-m", "benchmarks.gpu.rank"]
-    out = place.folder / "proofs.json"
-    done = subprocess.run(
-        [*command, place.device.type, str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    """Each mechanism of the runtime by `verify()`: ranks on the device beside the model itself."""
+    compiled = place.large or place.options.compiled
+    for what, model, options, compiling in programs(place.ranks, compiled):
+        begin = time.perf_counter()
+        try:
+            planned = program(model, options, place.nominal.name)
+            found = planned.verify(compiled=compiling, progress=False, device=place.device.type)
+            ok, shown = found.ok, _errors(found)
+        except Exception as error:  # the others are proved all the same
+            ok, shown = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield Row(what, shown, f"equal ({time.perf_counter() - begin:.0f} s)", ok)
+
+
+def _errors(found: pc.Verification) -> str:
+    """The largest error of each comparison."""
+    errors = [one for one in (found.native, found.lifted) if one is not None]
+    return ", ".join(
+        f"{one.dtype} {one.largest:.1e}" + ("" if one.ok else f" NOT EQUAL: {one}")
+        for one in dict.fromkeys(errors)
     )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    for what, errors in json.loads(out.read_text()).items():
-        ok = max(errors) <= EXACT
-        shown = f"loss {errors[0]:.1e}, gradients {errors[1]:.1e}"
-        yield Row(f"{what}, float64", shown, f"≤ {EXACT:.0e}", ok)
 
 
 def memory_and_time(place: Place) -> Iterator[Row]:
@@ -171,10 +175,12 @@ def utilisation(place: Place) -> Iterator[Row]:
     compiled = place.large or place.options.compiled
     for name, config in sizes.items():
         for what, step, flops in _variants(place, config, compiled):
-            seconds = _seconds(place, step)
+            seconds, most = _seconds(place, step), _peak(place, step) if place.large else 0
             peak = place.nominal.peak(_dtype(place))
             shown = f"{1e3 * seconds:.2f} ms, MFU {100 * flops / seconds / peak:.1f} %"
+            shown += f", peak {most / 2**30:.1f} GiB" if most else ""
             yield Row(f"{name}, {str(_dtype(place)).removeprefix('torch.')}, {what}", shown)
+            del step
 
 
 def _variants(
@@ -184,10 +190,12 @@ def _variants(
     flops = 0.0
     for what, step, flops in _originals(place, config, compiled):
         yield what, step, flops
+        del step
     for flag in (False, True) if compiled else (False,):
         with Running(place, config, compiled=flag) as (_, worker, batch):
-            step = partial(worker.step, batch)
-            yield f"emitted, {'compiled' if flag else 'eager'}", step, flops
+            kind = "compiled" if flag else "eager"
+            yield f"emitted, {kind}", partial(worker.step, batch), flops
+        del worker  # and its memory, before the next one is made
 
 
 def _originals(
@@ -204,7 +212,8 @@ def _originals(
         for part in parts:
             (run(**part) / MICROBATCHES).backward()
 
-    with FlopCounterMode(display=False) as counter:
+    # the fused kernels of grouped attention are not counted
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         original(model)
     flops = float(counter.get_total_flops())
     yield "original, eager", partial(original, model), flops
@@ -313,7 +322,7 @@ def _seconds(place: Place, step: Step) -> float:
     return statistics.median(times[WARM:])
 
 
-def _peak(place: Place, step: Step, held: int) -> int:
+def _peak(place: Place, step: Step, held: int = 0) -> int:
     """The most bytes allocated in a step; on a CPU `held` before it and what it allocates."""
     step()
     if place.large:

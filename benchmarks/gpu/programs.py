@@ -1,103 +1,120 @@
-"""One rank of the proofs: programs on the device in float64 beside the model's own gradients.
-
-torchrun --nproc-per-node N -m benchmarks.gpu.rank DEVICE OUT, started by the line "proofs"
-"""
+"""What the line "proofs" proves: every mechanism of the runtime once, in tiny models."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import parcompiler as pc
-from parcompiler.models import gpt
+from parcompiler.models import dlrm, gpt, llama, moe, resnet, t5
 
-CONFIG = gpt.Config(layers=4, heads=4, hidden=32, vocabulary=64, sequence=16)
-MICROBATCHES = 4
-
-
-def programs(ranks: int) -> dict[str, dict[str, Any]]:
-    """What is proved: several stages on one rank, and each axis with all ranks."""
-    if ranks == 1:
-        stages = {"schedule": "interleaved", "virtual_stages": 2, "vocabulary": "whole"}
-        return {"two stages on one rank": {"mesh": {}, **stages}, "one stage": {"mesh": {}}}
-    return {
-        f"pipeline {ranks}": {"mesh": {"pipeline": ranks}, "schedule": "1f1b"},
-        f"tensor {ranks}": {
-            "mesh": {"tensor": ranks},
-            "sharding": {"*.qkv.weight": "S(0)", "*.up.weight": "S(0)"},
-        },
-        f"data {ranks}": {"mesh": {"data": ranks}},
-    }
+Options = dict[str, Any]
+ROWS = 2
+SIZES: Options = {"layers": 4, "heads": 4, "hidden": 32, "vocabulary": 64, "sequence": 16}
+TENSOR = {"sharding": {"*.qkv.weight": "S(0)", "*.up.weight": "S(0)"}}
 
 
-def main() -> None:
-    """Prove each program; the first rank writes its errors."""
-    kind, out = sys.argv[1], Path(sys.argv[2])
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    found = {name: errors(kind, **options) for name, options in programs(ranks).items()}
-    if rank == 0:
-        out.write_text(json.dumps(found))
+def programs(ranks: int, compiled: bool) -> Iterator[tuple[str, str, Options, bool]]:
+    """Name, model, options (with degrees of the mesh) and whether layers are compiled."""
+    stages = {"schedule": "interleaved", "virtual_stages": 2, "vocabulary": "whole"}
+    yield "one stage", "gpt", {}, False
+    yield "two stages on one rank", "gpt", stages, False
+    for way in ("full", "selective", "offload"):
+        yield f"recompute {way}", "dropout", {**stages, "recompute": way}, False
+    for name in ("llama", "t5", "resnet", "dlrm", "moe"):
+        yield name, name, {}, False
+    for precision in ("bf16", "fp16"):
+        yield precision, "llama", {"precision": precision}, False
+    if compiled:
+        yield "compiled", "llama", {}, True
+        yield "compiled, bf16", "gpt", {**stages, "precision": "bf16"}, True
+    if ranks > 1:
+        yield from _of_ranks(ranks, compiled)
 
 
-def words(mesh: dict[str, int]) -> dict[str, torch.Tensor]:
-    """A batch: two rows for each micro-batch of each data rank."""
-    rows = 2 * MICROBATCHES * mesh.get("data", 1)
-    generator = torch.Generator().manual_seed(0)
-    found = torch.randint(CONFIG.vocabulary, (rows, CONFIG.sequence + 1), generator=generator)
-    return {"tokens": found[:, :-1], "labels": found[:, 1:]}
+def _of_ranks(ranks: int, compiled: bool) -> Iterator[tuple[str, str, Options, bool]]:
+    """Those of several ranks."""
+    stages: Options = {"pipeline": ranks}
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"):
+        yield f"pipeline {ranks}, {schedule}", "llama", {**stages, "schedule": schedule}, False
+    for vocabulary in ("vocab-1", "vocab-2", "interlaced"):
+        yield f"pipeline {ranks}, {vocabulary}", "gpt", {**stages, "vocabulary": vocabulary}, False
+    yield f"pipeline {ranks}, dropout", "dropout", stages, False
+    yield f"pipeline {ranks}, bf16", "llama", {**stages, "precision": "bf16"}, False
+    yield f"pipeline {ranks}, t5", "t5", stages, False
+    yield f"pipeline {ranks}, offload", "gpt", {**stages, "recompute": "offload"}, False
+    yield f"tensor {ranks}", "gpt", {"tensor": ranks, **TENSOR}, False
+    yield f"tensor {ranks}, dropout", "dropout", {"tensor": ranks, **TENSOR}, False
+    yield f"tensor {ranks}, auto", "llama", {"tensor": ranks}, False
+    if compiled:
+        yield f"tensor {ranks}, compiled", "gpt", {"tensor": ranks, **TENSOR}, True
+    yield f"context {ranks}", "llama", {"context": ranks}, False
+    yield f"context {ranks}, bf16", "llama", {"context": ranks, "precision": "bf16"}, False
+    yield f"expert {ranks}", "moe", {"expert": ranks, "data": ranks}, False
+    for zero in range(4):
+        yield f"data {ranks}, ZeRO {zero}", "gpt", {"data": ranks, "zero": zero}, False
+    data: Options = {"data": ranks}
+    yield f"data {ranks}, ZeRO 3, bf16", "gpt", {**data, "zero": 3, "precision": "bf16"}, False
+    yield f"data {ranks}, resnet", "resnet", data, False
+    yield f"data {ranks}, rows of tables", "sparse", {**data, "optimizer": "sgd"}, False
+    for updates in ("parameter-server", "asynchronous", "local"):
+        every = {"every": 2} if updates == "local" else {}
+        yield f"data {ranks}, {updates}", "gpt", {**data, "updates": updates, **every}, False
+    for compression in ("bf16", "powersgd"):
+        yield f"data {ranks}, {compression}", "gpt", {**data, "compression": compression}, False
+    if ranks % 2 == 0 and ranks > 2:
+        half = ranks // 2
+        mixed = {"pipeline": half, "tensor": 2, **TENSOR}
+        yield f"pipeline {half}, tensor 2", "gpt", mixed, False
+        mixed = {"pipeline": half, "data": 2, "zero": 2, "schedule": "zb-v"}
+        yield f"pipeline {half}, data 2, ZeRO 2, zb-v", "gpt", mixed, False
+        mixed = {"tensor": half, "data": 2, "zero": 3, **TENSOR}
+        yield f"tensor {half}, data 2, ZeRO 3", "gpt", mixed, False
 
 
-def compiled(kind: str, mesh: dict[str, int], **options: Any) -> pc.Program:
-    """The program of a kind of device."""
+def program(name: str, options: Options, device: str) -> pc.Program:
+    """The program of a model with some options, planned for a device."""
+    degrees = {key: value for key, value in options.items() if hasattr(pc.Mesh(), key)}
+    others = {key: value for key, value in options.items() if key not in degrees}
     torch.manual_seed(0)
-    return pc.compile(
-        gpt.GPT(CONFIG).double(),
-        pc.Mesh(**mesh, device="cpu" if kind == "cpu" else "h100"),
-        {name: x[:2] for name, x in words(mesh).items()},
-        microbatches=MICROBATCHES,
-        precision="fp64",
-        progress=False,
-        **options,
-    )
+    model, inputs = _model(name)
+    if "precision" not in options:  # one comparison, the sharper one
+        model = model.double()
+        inputs = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+    mesh = pc.Mesh(**degrees, device=device)
+    return pc.compile(model, mesh, inputs, microbatches=4, progress=False, **others)
 
 
-def errors(kind: str, mesh: dict[str, int], **options: Any) -> list[float]:
-    """The largest relative errors of the loss, and of the gradients, on the first rank."""
-    program, batch = compiled(kind, mesh, **options), words(mesh)
-    with program.worker() as worker:
-        share = 2 * MICROBATCHES
-        own = slice(worker.data_rank * share, (worker.data_rank + 1) * share)
-        loss = float(worker.step({name: x[own] for name, x in batch.items()}))
-        gradients = worker.gather_gradients()
-    if gradients is None:
-        return []
-    torch.manual_seed(0)
-    wanted, theirs = _reference(gpt.GPT(CONFIG).double(), batch, torch.device(kind))
-    found = [abs(loss / wanted - 1)]
-    far = [
-        float((gradients[name].to(kind) - g).abs().max() / g.abs().max().clamp_min(1e-30))
-        for name, g in theirs.items()
-    ]
-    return [*found, max(far)]
-
-
-def _reference(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss of the model itself on the device, and its gradients."""
-    model, total, rows = model.to(device), 0.0, len(batch["tokens"]) // 2
-    for k in range(rows):
-        part = {name: x[2 * k : 2 * k + 2].to(device) for name, x in batch.items()}
-        loss = model(**part) / rows
-        loss.backward()
-        total += float(loss.detach())
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-if __name__ == "__main__":
-    main()
+def _model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny model and a micro-batch."""
+    words = torch.randint(SIZES["vocabulary"], (ROWS, SIZES["sequence"]))
+    text = {"tokens": words, "labels": words}
+    if name == "llama":
+        return llama.Llama(llama.Config(**SIZES, kv_heads=2)), text
+    if name == "t5":
+        return t5.T5(t5.Config(**SIZES | {"layers": 2})), {**text, "decoder_tokens": words}
+    if name == "moe":
+        return moe.MoE(moe.Config(**SIZES, experts=4, ffn=32)), text
+    if name == "resnet":
+        config = resnet.PRESETS["tiny"]
+        size = config.image_size
+        images = torch.randn(ROWS, config.in_channels, size, size)
+        return resnet.ResNet(config), {"images": images, "labels": torch.tensor([0, 1])}
+    if name in ("dlrm", "sparse"):
+        tables = dlrm.PRESETS["tiny"].tables
+        columns = [torch.randint(size, (8,)) for size in tables]
+        model = dlrm.DLRM(dlrm.PRESETS["tiny"])
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = name == "sparse"
+        numbers = torch.randn(8, dlrm.PRESETS["tiny"].numbers)
+        labels = torch.randint(2, (8,)).to(numbers.dtype)
+        return model, {
+            "numbers": numbers,
+            "categories": torch.stack(columns, 1),
+            "labels": labels,
+        }
+    return gpt.GPT(gpt.Config(**SIZES, dropout=0.1 if name == "dropout" else 0.0)), text

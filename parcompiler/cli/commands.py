@@ -165,15 +165,19 @@ def compile_command(
     "--compiled", is_flag=True, help="Prove it with layers through torch.compile's compiler."
 )
 @click.option("--full", is_flag=True, help="Float64 at the compiled sizes of a large step, too.")
+@click.option(
+    "--on", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+    help="What the ranks run on; they share GPUs where there are fewer.",
+)  # fmt: skip
 @options.common
 @click.pass_obj
 def verify_command(
-    settings: Settings, /, seed: int, compiled: bool, full: bool, form: str, **request: Any
+    settings: Settings, /, seed: int, compiled: bool, full: bool, on: str, form: str, **request: Any
 ) -> int:
     """Prove that the program trains exactly the model.
 
-    Runs every rank as a process on this machine's CPU, and the model itself beside them, on the
-    same random batch; compares the loss, all gradients, and the parameters after a step. The
+    Runs every rank as a process on this machine, and the model itself beside them, on the same
+    random batch; compares the loss, all gradients, and the parameters after a step. The
     model must fit into this machine's memory, twice. The exit code is 1 when they differ.
 
     \b
@@ -183,7 +187,7 @@ def verify_command(
     program = compiled_program(settings, **request)
     with output.result_only():
         shown = not settings.quiet
-        verification = program.verify(seed, progress=shown, compiled=compiled, full=full)
+        verification = program.verify(seed, shown, compiled, full, device=on)
     comparisons = {
         "ok": verification.ok,
         "native": _errors(verification.native),

@@ -27,6 +27,7 @@ from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.axis import current as current_axis
 from parcompiler.runtime.compiled import tracing
 
+_CUDA_DROPOUT = torch.ops.aten.native_dropout.default
 _MODULUS = 2**63 - 25  # seeds are non-negative 63-bit integers
 
 
@@ -82,7 +83,8 @@ def current() -> SeededDraws | None:
 
 
 class SeededDraws(TorchDispatchMode):
-    """Seeds the CPU's generator before every random operator of one micro-batch.
+    """Seeds the CPU's generator before every random operator of one micro-batch, whatever device
+    that is for.
 
     Afterwards the generator is as before. Draws are numbered per operator, in the model's order:
     `counts[name]` counts them. A stage that holds only some of the model's operators has the
@@ -136,6 +138,8 @@ class SeededDraws(TorchDispatchMode):
         """Run `func`, after seeding when it may draw random numbers."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        if func is _CUDA_DROPOUT:
+            return self._dropout(*args)
         name = str(func)
         seed = mixed(*self._key, crc32(name.encode()), self._number(name))
         torch.default_generator.manual_seed(seed)
@@ -144,8 +148,17 @@ class SeededDraws(TorchDispatchMode):
         self.counts[name] += not torch.equal(before, torch.get_rng_state())
         return result
 
+    def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> Any:
+        """CUDA's own kernel of dropout, by the draw that it makes on the CPU."""
+        if train is False or not 0.0 < p < 1.0:
+            return _CUDA_DROPOUT(x, p, train)
+        noise, kept = torch.empty_like(x), torch.ops.aten.bernoulli_.float
+        self.__torch_dispatch__(kept, (), (noise, 1 - p))
+        return x * (noise / (1 - p)), noise.bool()
+
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a random operator; for a piece, that piece of the whole tensor's draw."""
+        is_mutable, func = func._schema.is_mutable, partial(_drawn_on_cpu, func)
         if not self._pieces:
             return func(*args, **kwargs)
         part = whole = args[0]
@@ -153,14 +166,14 @@ class SeededDraws(TorchDispatchMode):
         for axis, dim, sizes, zigzag in reversed(self._pieces):
             shard = Shard(dim, sizes or (whole.shape[dim] * axis.size,), zigzag)
             shards.append((axis, shard))
-            if func._schema.is_mutable:  # its values do not matter: they are replaced
+            if is_mutable:  # its values do not matter: they are replaced
                 whole = _alike(whole, shard.shape(whole.shape))
             else:
                 whole = axis.all_gather(whole, shard)
         made = func(whole, *args[1:], **kwargs)
         for axis, shard in reversed(shards):
             made = pytree.tree_map(partial(_own_piece, axis, shard), made)
-        return part.copy_(made) if func._schema.is_mutable else made
+        return part.copy_(made) if is_mutable else made
 
     def _number(self, name: str) -> int:
         """The number, in the whole model, of the next draw by an operator."""
@@ -169,6 +182,21 @@ class SeededDraws(TorchDispatchMode):
             return count
         numbers = self._numbers.get(name, ())
         return numbers[count] if count < len(numbers) else -1
+
+
+def _drawn_on_cpu(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a random operator, drawn by the CPU's generator for whatever device."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cpu":
+        return func(*args, **kwargs)
+    if "device" in kwargs:
+        kwargs["device"] = "cpu"
+    on_cpu = pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), (args, kwargs))
+    made = func(*on_cpu[0], **on_cpu[1])
+    if func._schema.is_mutable:
+        return tensors[0].copy_(made)
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), made)
 
 
 def _own_piece(axis: Axis, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:

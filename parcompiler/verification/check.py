@@ -73,28 +73,47 @@ MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that
 MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How the ranks run: on "cpu" or "cuda", and with `compiled` layers."""
+
+    device: str
+    compiled: bool
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            message = f"device must be 'cpu' or 'cuda' ({self.device!r} given)"
+            raise InputError(message)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            message = "device='cuda': torch finds no CUDA device on this machine"
+            raise InputError(message)
+
+
 class _NoReference(Exception):
     """The original model itself cannot run in a precision."""
 
 
 def check(
-    program: Compiled, seed: int, progress: bool, *, compiled: bool = False, full: bool = False
-) -> Verification:
+    program: Compiled, seed: int, progress: bool, *, compiled: bool = False, full: bool = False,
+    device: str = "cpu",
+) -> Verification:  # fmt: skip
     """Compare a program with its original model.
 
-    `compiled` has the ranks compile their layers, `full` float64 the compiled sizes.
+    `compiled` has the ranks compile their layers, `full` float64 the compiled sizes; the ranks
+    are on `device`.
     """
+    ranks = Ranks(device, compiled)
     if program.model is None:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
     with Progress(progress) as steps, one_thread():  # sums are rounded in the order of the ranks
         pool().start(program.lowered.grid.size)  # they import torch beside the model's steps
-        verification = None if full else _on_shorter_rows(program, seed, steps, compiled)
-        return verification or _as_compiled(program, seed, steps, compiled)
+        verification = None if full else _on_shorter_rows(program, seed, steps, ranks)
+        return verification or _as_compiled(program, seed, steps, ranks)
 
 
 def _on_shorter_rows(
-    program: Compiled, seed: int, steps: Progress, compiled: bool
+    program: Compiled, seed: int, steps: Progress, ranks: Ranks
 ) -> Verification | None:
     """The comparison of a large step, in float64 at smaller sizes; the ranks run beside the model.
 
@@ -111,13 +130,13 @@ def _on_shorter_rows(
             with steps(f"the model in float64, {double.sizes}, beside the ranks"):
                 variant = _with_short_rounds(program.on(materialised(graph, seed)))
                 path = variant.write(Path(folder) / "native", None)
-                job = _job(variant, path, _batches(variant, seed), seed, patience, compiled)
+                job = _job(variant, path, _batches(variant, seed), seed, patience, ranks)
                 running = beside.submit(pool().run, job, variant.lowered.grid.size)
-                lifted = _trial(program, double.graph, seed, torch.float64, folder, compiled)
+                lifted = _trial(program, double.graph, seed, torch.float64, folder, ranks)
                 if lifted.compiled_inputs:  # the model takes no random ones: once more
                     pool().close()
                     batches = _batches(variant, seed, of_inputs=True)
-                    job = _job(variant, path, batches, seed, patience, compiled)
+                    job = _job(variant, path, batches, seed, patience, ranks)
                     running = beside.submit(pool().run, job, variant.lowered.grid.size)
                 running_lifted = beside.submit(lifted.run)  # behind it
             with steps("the model in one process, beside the ranks"):
@@ -136,12 +155,12 @@ def _on_shorter_rows(
     return found if found.ok else None
 
 
-def _as_compiled(program: Compiled, seed: int, steps: Progress, compiled: bool) -> Verification:
+def _as_compiled(program: Compiled, seed: int, steps: Progress, ranks: Ranks) -> Verification:
     """The comparison; the ranks run while the model runs in float64."""
     graph, note = program.problem.graph, ""
     with TemporaryDirectory(prefix="parcompiler-") as folder:
         with steps("the model in one process"):
-            trial = _trial(program, graph, seed, program.problem.options.dtype, folder, compiled)
+            trial = _trial(program, graph, seed, program.problem.options.dtype, folder, ranks)
         note = _notes(program, trial)
         if {p.dtype for p in graph.parameters if p.dtype.is_floating_point} == {torch.float64}:
             with steps("the ranks"):
@@ -151,7 +170,7 @@ def _as_compiled(program: Compiled, seed: int, steps: Progress, compiled: bool) 
         with ThreadPoolExecutor(1) as beside, steps("the ranks, and the model in float64"):
             running = beside.submit(trial.run)
             try:
-                double = _lifted(program, seed, folder, compiled)
+                double = _lifted(program, seed, folder, ranks)
             except _NoReference as error:
                 note = "; ".join(filter(None, (f"no float64 comparison: {error}", note)))
             except BaseException:  # an interruption too: nobody asks for the ranks any more
@@ -194,7 +213,7 @@ def _note_on_buffers(program: Compiled) -> str:
     )
 
 
-def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
+def _lifted(program: Compiled, seed: int, folder: str, ranks: Ranks) -> Trial:
     """The trial in float64. Raises _NoReference where the model has an operator without it."""
     options, mesh = program.problem.options, program.problem.mesh
     double = prepared(program.captured, options, mesh, torch.float64)
@@ -216,7 +235,7 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
         double = of_one_rank(double, program.problem, program.problem.context)
     if mesh.expert > 1:
         double = on_expert_ranks(double, mesh)
-    return _trial(program, double, seed, torch.float64, folder, compiled)
+    return _trial(program, double, seed, torch.float64, folder, ranks)
 
 
 def _fault(node: fx.Node) -> str:
@@ -252,7 +271,7 @@ def _gain_history(graph: Graph) -> list[str]:
 
 def _trial(
     program: Compiled, graph: Graph, seed: int, dtype: torch.dtype | None, folder: str,
-    compiled: bool,
+    ranks: Ranks,
 ) -> Trial:  # fmt: skip
     """Run the model in `dtype`, and write the program on `graph` into a folder."""
     variant = _with_short_rounds(program.on(materialised(graph, seed)))
@@ -265,7 +284,7 @@ def _trial(
         raise _NoReference(str(error).splitlines()[0]) from error
     patience = PATIENCE + 30 * (time.perf_counter() - begin)
     path = variant.write(Path(folder) / str(dtype), None)
-    job = _job(variant, path, batches, seed, patience, compiled)
+    job = _job(variant, path, batches, seed, patience, ranks)
     if graph.narrow == torch.float16:
         job = dataclasses.replace(job, scale=reference.scale)
     return Trial(variant, job, dtype, reference, compiled_inputs)
@@ -273,7 +292,7 @@ def _trial(
 
 def _job(
     variant: Compiled, path: Path, batches: Sequence[Mapping[str, torch.Tensor]], seed: int,
-    patience: float, compiled: bool,
+    patience: float, ranks: Ranks,
 ) -> Job:  # fmt: skip
     """What the ranks of an exported program are to do."""
     graph = variant.problem.graph
@@ -283,7 +302,8 @@ def _job(
         draws = draws_of_stages(whole, variant.lowered, batches[0])
     return Job(
         str(path), batches, seed, optimizer=OPTIMIZER, options=_options(graph), draws=draws,
-        patience=patience + COMPILING * compiled, compiled=compiled,
+        patience=patience + COMPILING * ranks.compiled, compiled=ranks.compiled,
+        device=ranks.device,
     )  # fmt: skip
 
 

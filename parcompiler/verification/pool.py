@@ -45,7 +45,8 @@ class Job:
     the numbers of its random operators' draws; None leaves the RNG alone. `patience` is its limit
     in seconds. `scale` is that of the loss, for a float16 program, `max_norm` what gradients
     are clipped to. With `compiled` layers are. `predict` is a batch whose outputs are predicted
-    before the first step; data ranks share its rows, as many as there are.
+    before the first step; data ranks share its rows, as many as there are. `device` is "cpu", or
+    "cuda" for this machine's, which ranks share where they are more.
     """
 
     program: str
@@ -59,6 +60,7 @@ class Job:
     max_norm: float | None = None
     predict: Mapping[str, torch.Tensor] | None = None
     compiled: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

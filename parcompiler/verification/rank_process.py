@@ -13,16 +13,18 @@ import itertools
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parcompiler.bench.busy import measure
 from parcompiler.loaded import load
+from parcompiler.runtime.joining import OVERRIDE, backend_of
 from parcompiler.runtime.rng import SeededDraws
 from parcompiler.runtime.tensor_files import read, write
 from parcompiler.runtime.worker import Worker
@@ -75,9 +77,10 @@ def work(job_pipe: int, answer_pipe: int) -> None:
 def _run(job: dict[str, Any]) -> None:
     """The steps of one rank; rank 0 writes losses, norms, gradients and state."""
     rank, size = job["rank"], job["size"]
-    store = dist.FileStore(job["store"], size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    with load(job["program"]).worker(compiled=job["compiled"] or None) as worker:
+    _take_device(job["device"], rank, size)
+    store, backend = dist.FileStore(job["store"], size), backend_of(torch.device(job["device"]))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    with _attention(job), load(job["program"]).worker(compiled=job["compiled"] or None) as worker:
         if job["draws"] is not None:
             worker.use_draws(_seeded_draws(job, worker))
         kind, options = getattr(torch.optim, job["optimizer"]), job["options"]
@@ -107,7 +110,32 @@ def _run(job: dict[str, Any]) -> None:
             if outputs is not None:
                 written["outputs"] = outputs
             for name, tensors in written.items():
-                write(Path(job["out"]) / f"{name}.safetensors", tensors)
+                on_cpu = {key: tensor.cpu() for key, tensor in tensors.items()}
+                write(Path(job["out"]) / f"{name}.safetensors", on_cpu)
+
+
+def _take_device(device: str, rank: int, size: int) -> None:
+    """Say in the environment where this rank computes.
+
+    NCCL refuses two ranks of one host on one device. Where devices are fewer than ranks, each rank
+    is a host of its own for it, and their messages go through sockets.
+    """
+    os.environ[OVERRIDE] = device
+    if device != "cuda":
+        return
+    count = torch.cuda.device_count()
+    os.environ["LOCAL_RANK"] = str(rank % count)
+    if size > count:
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(rank % count)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions of float32 round as the model's
+
+
+def _attention(job: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Attention that drops out what the model's does: CUDA's fused kernels draw by themselves."""
+    drawn = job["draws"] is not None and job["device"] == "cuda"
+    return sdpa_kernel(SDPBackend.MATH) if drawn else nullcontext()
 
 
 def _first_step(

@@ -43,6 +43,21 @@ def test_the_users_generator_is_left_alone(around: Callable[[], Any]) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_dropout_of_cuda_is_that_of_the_cpu() -> None:
+    x = torch.randn(50, requires_grad=True)
+    with SeededDraws(3, 1) as drawn:
+        wanted = F.dropout(x, 0.4)
+    with SeededDraws(3, 1) as own:
+        found, kept = torch.ops.aten.native_dropout(x, 0.4, True)
+        same, _ = torch.ops.aten.native_dropout(x, 0.4, False)
+    assert torch.equal(found, wanted)
+    assert torch.equal(kept, wanted != 0)
+    assert torch.equal(same, x)
+    assert own.counts == drawn.counts
+    gradients = (torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted))
+    torch.testing.assert_close(*gradients)
+
+
 def test_each_draw_of_a_proof_has_its_number_among_those_of_its_operator() -> None:
     x = torch.ones(50)
     with SeededDraws(3, 1) as drawn:

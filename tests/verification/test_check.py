@@ -54,6 +54,15 @@ def errors(wanted: Outcome, found: Outcome) -> Any:
     return compare(wanted, found, ("w", "v"))
 
 
+def test_devices_that_are_not_there_are_named() -> None:
+    program = compiled(Model())
+    with pytest.raises(pc.InputError, match="must be 'cpu' or 'cuda' \\('h100' given\\)"):
+        program.verify(device="h100")
+    if not torch.cuda.is_available():
+        with pytest.raises(pc.InputError, match="no CUDA device"):
+            program.verify(device="cuda")
+
+
 def test_a_gradient_of_zeros_is_another_than_none() -> None:
     zeros = {"w": torch.ones(2), "v": torch.zeros(2), "u": torch.zeros(2)}
     one, more = outcome(gradients={"w": torch.ones(2)}), outcome(gradients=zeros)
