@@ -105,6 +105,14 @@ class Masters:
                 parameter.grad = None
 
     @torch.no_grad()
+    def adopt(self) -> None:
+        """Take what parameters have now; where that is the master rounded, it keeps its digits."""
+        for name, master in self.by_name.items():
+            parameter = self._parameters[name]
+            same = parameter == master.to(parameter.dtype)
+            master.copy_(torch.where(same, master, parameter))
+
+    @torch.no_grad()
     def write(self) -> None:
         """Copy the masters into their parameters."""
         for name, master in self.by_name.items():

@@ -72,6 +72,7 @@ class Updates:
         self._optimizer: torch.optim.Optimizer | None = None
         self._max_norm: float | None = None
         self.error_if_nonfinite = False
+        self.handed_out = False  # parameters, into which their user may write
         self._pushes = [x for x in program.instructions if x.kind is Kind.PUSH_PULL]
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
         self.rounds: Rounds | None = None
@@ -146,6 +147,12 @@ class Updates:
         self._factor = self._ones() / scale
         return scale
 
+    def adopt(self) -> None:
+        """Let masters have what the user has written into parameters of 16 bits. (With a server
+        parameters are copies of its masters.)"""
+        if self.handed_out and self.serving is None:
+            self.masters.adopt()
+
     @torch.no_grad()
     def swap(self, key: str) -> None:
         """Exchange the weights and a state that the optimizer has of each. A collective of the data
@@ -182,6 +189,7 @@ class Updates:
         Returns whether they were updated, which is the same on all ranks.
         """
         optimizer = self.optimizer
+        self.adopt()
         if self._max_norm is not None:
             self.clip(self._max_norm)
         good = self._is_good()

@@ -200,13 +200,13 @@ class Worker:
     @property
     def stages(self) -> dict[int, Stage]:
         """The modules of this rank, by stage."""
-        self._arrive()
+        self._hand_out()
         return self._stages
 
     @property
     def vocabulary(self) -> Vocabulary | None:
         """The module of its rows of the vocabulary, where all ranks have some."""
-        self._arrive()
+        self._hand_out()
         return self._vocabulary
 
     def step(self, batch: object) -> torch.Tensor:
@@ -484,7 +484,7 @@ class Worker:
         where it has some."""
         parts = self._interpreter.parts
         pieces = () if parts is None else parts.in_pieces
-        self._arrive()
+        self._hand_out()
         for name, tensor in self._interpreter.tensors.items():
             own = parts.parts.get(name) if parts is not None and name in pieces else tensor
             if isinstance(own, nn.Parameter):
@@ -751,6 +751,12 @@ class Worker:
         if not self._closed:
             with self._failing_together():
                 self._interpreter.arrive()
+                self._updates.adopt()
+
+    def _hand_out(self) -> None:
+        """Let the caller read and write parameters."""
+        self._arrive()
+        self._updates.handed_out = True
 
     def _restart(self) -> None:
         """Forget what was kept for the weights before: the place in a round, the errors of

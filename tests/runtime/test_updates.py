@@ -70,6 +70,28 @@ def test_a_state_that_is_loaded_again_is_the_same_to_the_last_bit(half: pc.Progr
     assert torch.equal(state["head.weight"], wanted["head.weight"])
 
 
+def test_masters_take_what_is_written_into_parameters(half: pc.Program) -> None:
+    with half.worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.0)
+        fine = {n: t + 1e-5 for n, t in the_model(half).state_dict().items() if "weight" in n}
+        worker.load_state_dict(fine, strict=False)
+        weight = dict(worker.named_parameters())["head.weight"]
+        weight.data[0] = 0.3  # no version tells of it
+        state = worker.gather_state_dict()
+        worker.step(batch(MICROBATCHES))
+        weight.data[1].clamp_(-0.01, 0.01)
+        worker.optimizer_step()
+        later = worker.gather_state_dict()
+    assert state is not None and later is not None
+    wanted = fine["head.weight"].clone()
+    wanted[0] = torch.tensor(0.3).half()
+    assert torch.equal(state["head.weight"], wanted)
+    clamped = wanted[1].half().clamp(-0.01, 0.01)
+    wanted[1] = torch.where(clamped == wanted[1].half(), wanted[1], clamped)
+    assert torch.equal(later["head.weight"], wanted)
+    assert torch.equal(later["first.weight"], fine["first.weight"])
+
+
 def test_gradients_and_losses_are_told_without_the_scale(half: pc.Program) -> None:
     model, data = the_model(half), batch(MICROBATCHES)
     wanted = one_process(model, data, MICROBATCHES)
