@@ -33,6 +33,14 @@ _OTHER_ADVICE = {  # by a word of the error or of the line that is named
         "transforms of torch.func (grad, vjp, jvp, vmap) in a forward cannot be divided: write the "
         "derivative out, or as a torch.autograd.Function"
     ),
+    "fake tensor in the exported program constant": (
+        "torch.export loses what made a tensor: a forward that asks for gradients itself "
+        "(torch.autograd.grad, backward) cannot be divided; write the derivative out"
+    ),
+    "h_zeros = torch.zeros(": (
+        "packed sequences have lengths that are values of a tensor: they cannot be divided; give "
+        "the layer padded rows, and mask what it makes of the padding"
+    ),
     "layerdrop": "layers are dropped by chance: set {layerdrop} in the configuration",
     "skip_the_layer": "layers are dropped by chance: set {layerdrop} in the configuration",
 }

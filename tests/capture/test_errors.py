@@ -239,6 +239,33 @@ class Unexported(Stack):
         return super().forward(x + (x.data_ptr() % 1), labels) * float(x.numpy().size)
 
 
+def test_a_forward_that_asks_for_gradients_says_what_to_do() -> None:
+    class Sloped(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            x = input.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(super().forward(x).sin().sum(), x, create_graph=True)
+            return slope
+
+    with pytest.raises(CaptureError, match=r"asks for gradients itself .* write the derivative"):
+        capture(Stack(lambda: Sloped(WIDTH, WIDTH)), XY)
+
+
+def test_packed_sequences_say_what_to_do() -> None:
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            y, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+            return y.square().mean()
+
+    inputs = {"x": torch.randn(2, 5, WIDTH), "lengths": torch.tensor([5, 3])}
+    with pytest.raises(CaptureError, match="padded rows, and mask"):
+        capture(Packing(), inputs)
+
+
 def test_a_ctc_loss_says_what_to_do() -> None:
     class Spelling(Stack):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
