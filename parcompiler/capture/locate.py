@@ -37,7 +37,7 @@ _OTHER_ADVICE = {  # by a word of the error or of the line that is named
         "torch.export loses what made a tensor: a forward that asks for gradients itself "
         "(torch.autograd.grad, backward) cannot be divided; write the derivative out"
     ),
-    "h_zeros = torch.zeros(": (
+    "torch/nn/modules/rnn.py": (
         "packed sequences have lengths that are values of a tensor: they cannot be divided; give "
         "the layer padded rows, and mask what it makes of the padding"
     ),
