@@ -6,7 +6,7 @@ A plan must be made for this model and mesh, whole, and possible.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
@@ -343,12 +343,19 @@ def _check_replicas(mesh: Mesh, model: nn.Module | None, plan: Plan | None) -> N
         _check_updates(mesh, planned(plan))
 
 
+def _degrees(of: Mapping[str, int]) -> str:
+    """Degrees of axes, as a mesh is written."""
+    return ", ".join(f"{axis}={number}" for axis, number in of.items())
+
+
 def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
     """Refuse an asynchronous schedule on several data ranks."""
-    if schedule.asynchronous and mesh.replicas > 1:
+    several = {axis: n for axis in ("data", "context") if (n := getattr(mesh, axis)) > 1}
+    if schedule.asynchronous and several:
         message = (
-            f"{schedule.name!r} updates parameters inside the step, which data ranks cannot do "
-            f"together (data={mesh.replicas}): take data=1 or a synchronous schedule"
+            f"{schedule.name!r} updates parameters inside the step, which {' and '.join(several)} "
+            f"ranks cannot do together ({_degrees(several)}): take "
+            f"{_degrees(dict.fromkeys(several, 1))}, or a synchronous schedule"
         )
         raise InputError(message)
 

@@ -234,8 +234,13 @@ def _narrowed(
         VOCABULARY,
         MESSAGE,
     }
+    narrowed = problem.anew(options=replace(problem.options, precision="bf16"))
+    trained = [item for item in problem.graph.parameters if item.trainable]
+    update = sum(map(problem.update_seconds, trained)) or 1.0
+    with_masters = (replace(x, dtype=narrow) if x.dtype == wide else x for x in trained)
     scales: dict[str, float] = {
         "arithmetic": slower,
+        OPTIMIZER: sum(map(narrowed.update_seconds, with_masters)) / update,
         WAITING: max(slower, 0.5),
         **dict.fromkeys(halved, 0.5),
     }

@@ -20,7 +20,9 @@ recorded: one process can repeat a run to the bit.
 from __future__ import annotations
 
 import threading
+import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -55,10 +57,12 @@ class Serving:
         channels: Channels,
         watch: Watch,
         failed: Callable[[Exception], object],
+        timeout: float,
     ) -> None:
         at, grid = program.coordinate, program.grid
         self._program, self._parameters, self._masters = program, parameters, masters
         self._channels, self._watch, self._failed = channels, watch, failed
+        self._timeout = timeout
         self._leads, self._serves = program.rank == 0, at.data == 0
         self._home = grid.rank(at.pipeline, 0, at.tensor)
         self._ranks = grid.replicas((at.pipeline,), at.tensor)
@@ -86,11 +90,14 @@ class Serving:
     def step_by(
         self, make: Callable[[], torch.optim.Optimizer], user: torch.optim.Optimizer
     ) -> None:
-        """Let the server step by an optimizer of its own, whose states are those of the user's."""
+        """Let the server step by an optimizer of its own, whose states and hooks are those of the
+        user's."""
         self._options = [*_places(user)]  # before schedulers add theirs
         if self._serves:
             self._stepper = make()
             self._stepper.state = user.state
+            self._stepper._optimizer_step_pre_hooks = user._optimizer_step_pre_hooks
+            self._stepper._optimizer_step_post_hooks = user._optimizer_step_post_hooks
 
     def exchange(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> None:
         """Give the server the gradients of a step, times `factor` in a 16-bit program, with the
@@ -104,7 +111,7 @@ class Serving:
             self._own.put(message)
             self._await_release()
             with self._lock:
-                optimizer.step()  # of nothing: a scheduler wants to see one
+                _step_of_nothing(optimizer)
             return
         for tag, tensor in zip((HEADER, *[GRADIENT] * len(message)), message, strict=False):
             self._channels.send_beside(tensor, self._home, tag)
@@ -112,7 +119,7 @@ class Serving:
         for tensor in weights:
             self._channels.receive_beside(tensor, self._home, WEIGHTS)
         self._fill(weights)
-        optimizer.step()
+        _step_of_nothing(optimizer)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -127,12 +134,23 @@ class Serving:
         if self._leads and (not self.record or self.record[-1] != SETTLED):
             self.record.append(SETTLED)
 
-    def finish(self) -> None:
-        """Take no more steps; a server goes on until no data rank does, or the run has failed."""
+    def finish(self) -> str:
+        """Take no more steps; a server goes on until no data rank does, or the run has failed.
+        Returns what is wrong: that for too long none has stepped, and some are not closed."""
         if self._channels.is_first and not self._watch.cause:
             self._ring(LEAVES)
+        made, since = sum(self._clocks), time.monotonic()
         while self._thread.is_alive() and not self._watch.cause:
             self._thread.join(POLL)
+            if made != sum(self._clocks):
+                made, since = sum(self._clocks), time.monotonic()
+            elif time.monotonic() > since + self._timeout:
+                steps = ", ".join(f"{r}: {n}" for r, n in enumerate(self._clocks))
+                return (
+                    f"the server waited {self._timeout:g} s for data ranks that neither step nor "
+                    f"close their workers (steps by data rank: {steps})"
+                )
+        return ""
 
     def _await_release(self) -> None:
         """Wait for the server of this rank. Raises what it failed with, or why the run has."""
@@ -296,15 +314,29 @@ def released(clocks: Sequence[int], waiting: set[int], staleness: int) -> list[i
     return found
 
 
+def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """A step without gradients, as a scheduler wants to see one; hooks are the server's."""
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = OrderedDict()
+    try:
+        optimizer.step()
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
 def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Any]]:
     """Where the numbers among the options of an optimizer stand: group and key."""
     for k, group in enumerate(optimizer.param_groups):
         for key in sorted(group.keys() - {"params"}):
             value = group[key]
             if isinstance(value, tuple):
-                yield from ((k, (key, number)) for number in range(len(value)))
-            elif isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool):
+                yield from ((k, (key, n)) for n, one in enumerate(value) if _is_number(one))
+            elif _is_number(value):
                 yield k, key
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool)
 
 
 def _number(group: Mapping[str, Any], key: Any) -> float:

@@ -171,7 +171,7 @@ class Worker:
             if program.updates.way == "asynchronous":
                 self._updates.serving = Serving(
                     program, self._updates.trained(), self._updates.masters, self._channels,
-                    self._watch, self._explained,
+                    self._watch, self._explained, seconds,
                 )  # fmt: skip
             self._interpreter.update = self._updates.apply
             for axis in self._channels.axes.values():
@@ -398,11 +398,12 @@ class Worker:
 
         With `max_norm` every step clips the gradients of the whole model to that norm first, as
         `clip_gradients` does. With `error_if_nonfinite` a step whose loss or whose gradients' norm
-        is not finite raises LaunchError on every rank, and leaves the parameters as they were; in
-        float16 the loss alone, as steps with such gradients are skipped there. In a 16-bit program
-        the parameters are masters in float32. Returns the optimizer, for schedulers of its learning
-        rate. Raises InputError for an optimizer that is made already, for other values, and where
-        no parameter matches a pattern.
+        is not finite raises LaunchError on every rank (with local and asynchronous updates on those
+        of its data coordinate), and leaves the parameters as they were; in float16 the loss alone,
+        as steps with such gradients are skipped there. In a 16-bit program the parameters are
+        masters in float32. Returns the optimizer, for schedulers of its learning rate. Raises
+        InputError for an optimizer that is made already, for other values, and where no parameter
+        matches a pattern.
 
         An optimizer that is not known to work element by element (Adafactor, Muon, a class of your
         own) gets whole parameters from `zero`; InputError is raised where ranks hold only pieces of
@@ -918,10 +919,10 @@ class Worker:
         if hasattr(self, "_checkpoints") and reason != CLOSED:
             self._checkpoints.stop()
         serving = self._updates.serving if hasattr(self, "_updates") else None
+        fault = ""
         if reason == CLOSED:
             self._watch.leave()
-            if serving is not None:
-                serving.finish()
+            fault = serving.finish() if serving is not None else ""
         else:
             self._channels.abort()
         self._channels.close()
@@ -931,6 +932,8 @@ class Worker:
         if reason == CLOSED and self._watch.cause:
             message = f"rank {self.rank} was closed when the run had failed: {self._watch.cause}"
             raise LaunchError(message)
+        if fault:
+            raise LaunchError(fault)
 
     def _check_open(self) -> None:
         """Refuse to use connections that are gone."""

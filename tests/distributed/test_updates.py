@@ -16,6 +16,7 @@ from parcompiler.instruction import Kind
 from parcompiler.models import gpt
 from parcompiler.verifier import verify
 from tests import zoo
+from tests.distributed import forked, stepping
 
 
 @cache
@@ -172,6 +173,12 @@ def test_steps_that_do_not_wait_are_those_of_one_process_in_their_order(
 ) -> None:
     program = compiled(mesh, updates="asynchronous", **options)
     exact(program, tmp_path, 'way="asynchronous"', "PUSH_PULL")
+
+
+def test_hooks_see_every_update_and_a_rank_that_stays_open_is_told_of() -> None:
+    text = forked.run(2, stepping.ranks)
+    assert "updates 6, with gradients 6, unchanged True" in text
+    assert "neither step nor close their workers (steps by data rank: 0: 3, 1: 3)" in text
 
 
 def test_what_ways_mean_for_the_numbers_is_in_the_report() -> None:

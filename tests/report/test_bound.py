@@ -147,6 +147,16 @@ def test_16_bits_are_proposed_where_the_device_is_faster_in_them() -> None:
     assert change.gain > 0.5
 
 
+def test_16_bits_have_the_update_of_masters_in_float32() -> None:
+    device = dataclasses.replace(DEVICE, flops=(("float32", 1e12), ("bfloat16", 4e12)))
+    plain, with_masters = (
+        report(64, pc.Mesh(device=device), microbatches=1, optimizer="adamw", precision=precision)
+        for precision in (None, "bf16")
+    )
+    (change,) = (one for one in plain.step.changes if one.option == "precision")
+    assert change.seconds == pytest.approx(with_masters.step.seconds, rel=0.01)
+
+
 def test_lines_of_the_source_have_the_compute_of_their_blocks() -> None:
     made = small_gpt()
     priced = made.problem.priced(1)
