@@ -316,12 +316,14 @@ def released(clocks: Sequence[int], waiting: set[int], staleness: int) -> list[i
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
     """A step without gradients, as a scheduler wants to see one; hooks are the server's."""
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = OrderedDict()
+    before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
     try:
         optimizer.step()
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+        optimizer._optimizer_step_pre_hooks = before
+        optimizer._optimizer_step_post_hooks = behind
 
 
 def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Any]]:
