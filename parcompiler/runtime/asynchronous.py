@@ -36,6 +36,7 @@ from parcompiler.runtime.failure import Watch
 from parcompiler.runtime.mixed_precision import Masters
 from parcompiler.runtime.program import RankProgram
 
+GRACE = 2.0  # s that threads have to end
 POLL = 0.2  # s between two looks at whether the run has failed
 SETTLED = -1  # in the record: all data ranks get the weights as they are
 END = -1  # in the messages of servers: nobody steps any more
@@ -82,8 +83,13 @@ class Serving:
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
         if self._serves:
             self._thread.start()
-        for r in range(1, program.data) if self._leads else ():
-            threading.Thread(target=self._listen, args=(r,), name="bell", daemon=True).start()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(r,), name="bell", daemon=True)
+            for r in range(1, program.data)
+            if self._leads
+        ]
+        for listener in self._listeners:
+            listener.start()
 
     # Called by the main thread.
 
@@ -151,6 +157,14 @@ class Serving:
                     f"close their workers (steps by data rank: {steps})"
                 )
         return ""
+
+    def abandon(self) -> None:
+        """End the threads of a worker that nobody has closed: one that still receives when the
+        interpreter ends would abort the process."""
+        self._channels.abort()
+        for thread in (self._thread, *self._listeners):
+            if thread.is_alive():
+                thread.join(GRACE)
 
     def _await_release(self) -> None:
         """Wait for the server of this rank. Raises what it failed with, or why the run has."""

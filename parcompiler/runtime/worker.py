@@ -8,6 +8,7 @@ for batch in batches:
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import warnings
@@ -173,6 +174,7 @@ class Worker:
                     program, self._updates.trained(), self._updates.masters, self._channels,
                     self._watch, self._explained, seconds,
                 )  # fmt: skip
+                atexit.register(self._updates.serving.abandon)
             self._interpreter.update = self._updates.apply
             for axis in self._channels.axes.values():
                 if axis.name != "data":  # whose ranks draw by themselves
@@ -926,6 +928,8 @@ class Worker:
         else:
             self._channels.abort()
         self._channels.close()
+        if serving is not None:
+            atexit.unregister(serving.abandon)
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
         self._watch.close()

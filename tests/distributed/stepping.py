@@ -1,6 +1,8 @@
 """Two data ranks that do not wait for each other: hooks of an optimizer, options, and a rank that
 does not close. The main of forked ranks."""
 
+import atexit
+import threading
 import time
 
 import torch
@@ -11,14 +13,31 @@ from tests.runtime.workers import batch, mixed
 TIMEOUT = 3.0
 
 
-def ranks() -> None:
-    """Rank 0 prints what it saw of six updates, and how the end came."""
+def started() -> pc.Worker:
     model = mixed()
     model.norm = torch.nn.BatchNorm1d(6, track_running_stats=False)
     program = pc.compile(
         model, pc.Mesh(data=2), batch(1), microbatches=1, updates="asynchronous", progress=False
     )
-    worker = program.worker(timeout=TIMEOUT)
+    return program.worker(timeout=TIMEOUT)
+
+
+def unclosed() -> None:
+    """Rank 0 prints the threads that are left when the interpreter ends."""
+    worker = started()
+    worker.set_optimizer(torch.optim.SGD, lr=0.1)
+    worker.train_step(batch(1))
+    if worker.rank == 1:
+        time.sleep(TIMEOUT)
+        return
+    atexit._run_exitfuncs()
+    names = sorted(thread.name for thread in threading.enumerate())
+    print("left:", *(name for name in names if name in ("server", "bell")))
+
+
+def ranks() -> None:
+    """Rank 0 prints what it saw of six updates, and how the end came."""
+    worker = started()
     optimizer = worker.set_optimizer(torch.optim.Adafactor, lr=0.1)  # eps=(None, 0.001)
     seen = []
 

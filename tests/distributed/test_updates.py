@@ -181,6 +181,10 @@ def test_hooks_see_every_update_and_a_rank_that_stays_open_is_told_of() -> None:
     assert "neither step nor close their workers (steps by data rank: 0: 3, 1: 3)" in text
 
 
+def test_no_thread_of_a_server_outlives_the_interpreter() -> None:
+    assert "left:\n" in forked.run(2, stepping.unclosed)
+
+
 def test_what_ways_mean_for_the_numbers_is_in_the_report() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"updates": "asynchronous", "staleness": 3}, "at most 3 steps ahead of the slowest"),
