@@ -122,7 +122,7 @@ def proofs(place: Place) -> Iterator[Row]:
             planned = program(model, options, place.nominal.name)
             found = planned.verify(compiled=compiling, progress=False, device=place.device.type)
             ok, shown = found.ok, _errors(found)
-        except Exception as error:  # the others are proved all the same
+        except Exception as error:  # whatever a proof ends with is its row; others follow
             ok, shown = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield Row(what, shown, f"equal ({time.perf_counter() - begin:.0f} s)", ok)
 

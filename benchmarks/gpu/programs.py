@@ -48,7 +48,6 @@ def _of_ranks(ranks: int, compiled: bool) -> Iterator[tuple[str, str, Options, b
     yield f"pipeline {ranks}, offload", "gpt", {**stages, "recompute": "offload"}, False
     yield f"tensor {ranks}", "gpt", {"tensor": ranks, **TENSOR}, False
     yield f"tensor {ranks}, dropout", "dropout", {"tensor": ranks, **TENSOR}, False
-    yield f"tensor {ranks}, auto", "llama", {"tensor": ranks}, False
     if compiled:
         yield f"tensor {ranks}, compiled", "gpt", {"tensor": ranks, **TENSOR}, True
     yield f"context {ranks}", "llama", {"context": ranks}, False

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def _climb(
         if seconds is None:
             operands = work.tensors(machine.device)
             with torch.set_grad_enabled(work.gradients):
-                call, times = machine.repeated(lambda: work.call(operands))  # noqa: B023 - at once
+                call, times = machine.repeated(partial(work.call, operands))
                 seconds = seconds_of(call, budget, machine.synchronize, machine.clock) / times
             journal.add(work.key, seconds)
         before = WorkTime(work, counted, seconds)
