@@ -28,7 +28,6 @@ from parcompiler.cost import (
     BlockCost,
     bytes_per_parameter,
     collective,
-    more_in_update,
     moved_in_update,
     multiplied_in_update,
     seconds,
@@ -325,12 +324,12 @@ class Problem:
     def bytes_of(self, item: Parameter) -> tuple[int, int, int]:
         """Bytes of an element of a parameter, of its gradient, and of its optimizer states."""
         narrow, value = item.dtype == self.options.narrow, item.dtype.itemsize
-        bare = bytes_per_parameter("none", item.dtype, trainable=item.trainable)
+        wide = 4 if narrow else item.dtype.itemsize  # of gradients, masters and states
         every = bytes_per_parameter(
             self.options.optimizer, item.dtype, trainable=item.trainable, masters=narrow
         )
-        kept = self._kept * (4 if narrow else item.dtype.itemsize)
-        return value, bare - value, every - bare + kept * item.trainable
+        gradient, kept = wide * item.trainable, self._kept * wide * item.trainable
+        return value, gradient, every - value - gradient + kept
 
     @cached_property
     def _kept(self) -> int:
@@ -384,16 +383,6 @@ class Problem:
             for node in map(viewed, read)
             if node.op == "call_function"
         }
-
-    def update_bytes(self, item: Parameter) -> int:
-        """Extra bytes of a parameter or buffer during the optimizer's step: its gradient in the
-        master's precision. None with ZeRO, whose shards of gradients have it already."""
-        if item.dtype != self.options.narrow or (self.zero and self.sharers(item) > 1):
-            return 0
-        more = more_in_update(
-            self.options.optimizer, item.dtype, trainable=item.trainable, masters=True
-        )
-        return item.numel * more
 
     def update_seconds(self, item: Parameter) -> float:
         """Seconds of the optimizer's step for a parameter, or for the largest shard of it: memory

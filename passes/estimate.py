@@ -172,7 +172,7 @@ def _costs(
         found[first] = replace(
             found[first],
             resident=found[first].resident + problem.held_batch_bytes + in_flight(parts),
-            update=found[first].update + sum(left) + max(last),
+            update=sum(left) + max(last),
         )
     return tuple(found)
 
@@ -260,7 +260,6 @@ def _cost(
         input_more=bytes_of.input_more,
         weight_more=bytes_of.weight_more,
         first=bytes_of.first(made),
-        update=sum(map(problem.update_bytes, tensors)),
         step=step - each,
         host=bytes_of.host,
         trained=problem.graph.trains([priced.cut.blocks[b] for b in blocks]),

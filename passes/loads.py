@@ -105,4 +105,4 @@ def reserved(problem: Problem, plan: Plan) -> int:
 def _spread(problem: Problem, plan: Plan) -> int:
     """Bytes on every rank of a vocabulary that all ranks share."""
     cost = vocabulary_cost(problem, plan)
-    return cost.resident + max(cost.saved + cost.more, cost.update) if cost else 0
+    return cost.resident + cost.saved + cost.more if cost else 0

@@ -63,8 +63,8 @@ def _slowest(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     found = [
         vocabulary_parts(
             problem.graph, ranks, method, device, problem.state_bytes,
-            update_bytes=problem.update_bytes, update_seconds=problem.update_seconds,
-            everywhere=problem.mesh.tensor > 1, group=together,
+            update_seconds=problem.update_seconds, everywhere=problem.mesh.tensor > 1,
+            group=together,
         )
         for device in dict.fromkeys(problem.devices)
     ]  # fmt: skip

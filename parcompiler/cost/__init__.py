@@ -5,7 +5,6 @@ from parcompiler.cost.memory import (
     OPTIMIZERS,
     WHOLE,
     bytes_per_parameter,
-    more_in_update,
     moved_in_update,
     multiplied_in_update,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "Operation",
     "bytes_per_parameter",
     "hidden_seconds",
-    "more_in_update",
     "moved_in_update",
     "multiplied_in_update",
     "seconds",

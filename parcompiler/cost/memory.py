@@ -1,16 +1,15 @@
 """The bytes that a parameter costs: its value, its gradient and the states of its optimizer; and
 those that the optimizer moves in its step.
 
-In 16 bits with masters, as in the table of Megatron-LM's mixed precision (and of ZeRO, Rajbhandari
-et al., 2020, section 3.1): 2 for the value, 2 for its gradient, 4 for the float32 master, and the
-states of the optimizer in float32. In the optimizer's step the gradient has 4 (`runtime.masters`).
+In 16 bits with masters, as in Megatron-LM's table for its distributed optimizer (fp16 or bf16
+parameters, fp32 gradients): 2 for the value, 4 for its gradient, 4 for the float32 master, and the
+states of the optimizer in float32. (ZeRO, Rajbhandari et al., 2020, section 3.1, has gradients of
+2: they are not added up over micro-batches there.)
 
 >>> bytes_per_parameter("adamw", torch.float32)
 16
 >>> bytes_per_parameter("adamw", torch.float16, masters=True)
-16
->>> more_in_update("adamw", torch.float16, masters=True)
-2
+18
 >>> moved_in_update("adamw", torch.float16, masters=True, fused=True)
 48
 """
@@ -51,10 +50,10 @@ def bytes_per_parameter(
 ) -> int:
     """The bytes of one element of a parameter: value, gradient, optimizer states.
 
-    With `masters` the optimizer changes a float32 copy of it, and its states are float32. A frozen
-    parameter, or a buffer, costs its value alone: it has no master. "none" stands for a step that
-    leaves the gradients to the caller; masters are there all the same. Raises InputError for an
-    optimizer that is not in `OPTIMIZERS`.
+    With `masters` the optimizer changes a float32 copy of it, and gradient and states are float32.
+    A frozen parameter, or a buffer, costs its value alone: it has no master. "none" stands for a
+    step that leaves the gradients to the caller; masters are there all the same. Raises InputError
+    for an optimizer that is not in `OPTIMIZERS`.
     """
     if optimizer not in OPTIMIZERS:
         known = ", ".join(sorted(OPTIMIZERS))
@@ -63,20 +62,8 @@ def bytes_per_parameter(
     if not trainable:
         return dtype.itemsize
     if masters:
-        return 2 * dtype.itemsize + torch.float32.itemsize * (1 + OPTIMIZERS[optimizer])
+        return dtype.itemsize + torch.float32.itemsize * (2 + OPTIMIZERS[optimizer])
     return dtype.itemsize * (2 + OPTIMIZERS[optimizer])
-
-
-def more_in_update(
-    optimizer: str, dtype: torch.dtype, *, trainable: bool = True, masters: bool = False
-) -> int:
-    """The bytes by which one element of a parameter costs more in the optimizer's step.
-
-    Masters have gradients in float32. Each frees that of its parameter when it is made, but the
-    optimizer begins with all of them. What its own kernels take besides is not counted.
-    """
-    changes = trainable and masters and optimizer != "none"
-    return torch.float32.itemsize - dtype.itemsize if changes else 0
 
 
 # Values of a parameter's size that an optimizer of torch reads or writes, in one kernel and in the

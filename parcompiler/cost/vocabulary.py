@@ -38,7 +38,6 @@ def vocabulary_parts(
     device: Device,
     state_bytes: Callable[[Parameter], int],
     *,
-    update_bytes: Callable[[Parameter], int] | None = None,
     update_seconds: Callable[[Parameter], float] | None = None,
     everywhere: bool = False,
     group: RankGroup | None = None,
@@ -46,10 +45,10 @@ def vocabulary_parts(
     """Seconds and bytes of one micro-batch on each of `ranks` ranks, by the fields of
     `VocabularyCost`.
 
-    `state_bytes` says what a parameter costs with its gradient and optimizer states, `update_bytes`
-    how much more while the optimizer steps, and `update_seconds` for how long, if it does;
-    `everywhere` that a REDUCE leaves its sum on all ranks (a tensor axis), `group` over which nodes
-    the ranks are if they do not follow one another.
+    `state_bytes` says what a parameter costs with its gradient and optimizer states, and
+    `update_seconds` how long the optimizer steps for it, if it does; `everywhere` that a REDUCE
+    leaves its sum on all ranks (a tensor axis), `group` over which nodes the ranks are if they do
+    not follow one another.
     """
     among = group or neighbours(ranks, device)
     assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
@@ -62,7 +61,6 @@ def vocabulary_parts(
     for name in ("embed", "embed_backward"):
         parts[name] = sum(seconds(item[name], device) for item in embeds)
     parts["resident"] = sum(map(state_bytes, vocabulary_rows(graph, ranks)))
-    parts["update"] = sum(map(update_bytes, vocabulary_rows(graph, ranks))) if update_bytes else 0
     parts["step"] = sum(map(update_seconds, vocabulary_rows(graph, ranks))) if update_seconds else 0
     parts["saved"] = _saved(graph, head, ranks) if head else 0
     parts["more"] = _widened(graph, head, ranks) if head else 0

@@ -64,23 +64,22 @@ class Bounds:
     def _states_at(self, mesh: Mesh, level: int) -> int:
         """`states_on` at a level of ZeRO."""
         size = 0
-        for of_experts, (*parts, update) in self._states.items():
+        for of_experts, parts in self._states.items():
             ranks = mesh.replicas // (mesh.expert if of_experts else 1)  # that share them out
             levels = zip((3, 2, 1), parts, strict=True)
             size += sum(math.ceil(n / (ranks if level >= k else 1)) for k, n in levels)
-            size += 0 if level and ranks > 1 else update
         return size
 
     @cached_property
-    def _states(self) -> dict[bool, tuple[int, int, int, int]]:
-        """Bytes of parameters, of gradients, of optimizer states, and of the step besides; of what
-        all data ranks have, and of experts in pieces."""
+    def _states(self) -> dict[bool, tuple[int, int, int]]:
+        """Bytes of parameters, of gradients and of optimizer states; of what all data ranks have,
+        and of experts in pieces."""
         whole, found = self.problem.at_zero(0), {}
         for of_experts in (False, True):
             items = [x for x in whole.graph.parameters if bool(x.experts) == of_experts]
             pairs = [(item.numel, whole.bytes_of(item)) for item in items]
             value, gradient, states = (sum(numel * n[k] for numel, n in pairs) for k in range(3))
-            found[of_experts] = value, gradient, states, sum(map(whole.update_bytes, items))
+            found[of_experts] = value, gradient, states
         return found
 
     @cached_property

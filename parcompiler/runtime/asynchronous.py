@@ -264,7 +264,7 @@ class Serving:
     def _gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by name, zeros for parameters without."""
         named = self._parameters.items()
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype) for n, p in named}
 
     def _header(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> torch.Tensor:
         """The factor, which parameters have gradients, and the numbers of the optimizer."""

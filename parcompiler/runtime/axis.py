@@ -97,12 +97,14 @@ class Axis:
         return self._reduced(summand, dist.ReduceOp.SUM)
 
     def all_reduce_at_last(self, key: int, summand: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the ranks of all summands of a step; None before the last backward."""
-        before = self.summands.pop(key, None)
-        summand = summand if before is None else before + summand
+        """The sum over the ranks of all summands of a step; None before the last backward. Those of
+        16 bits are added up in float32."""
+        before, dtype = self.summands.pop(key, None), summand.dtype
         if self.more:
-            self.summands[key] = summand
+            wide = summand.to(torch.float32) if dtype.itemsize == 2 else summand
+            self.summands[key] = wide if before is None else before + wide
             return None
+        summand = summand if before is None else (before + summand).to(dtype)
         return self.all_reduce(summand)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from parcompiler.runtime.compiled import tracing
+from parcompiler.runtime.mixed_precision import widen
 
 
 class DeferredProduct(NamedTuple):
@@ -118,6 +119,7 @@ def finish(products: list[DeferredProduct], final: Final = lambda _: None) -> No
                 continue
             if parameter.grad is None:
                 parameter.grad = gradient
+                widen(parameter)
             else:
                 parameter.grad += gradient
             final(parameter)

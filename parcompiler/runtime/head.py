@@ -36,6 +36,7 @@ import torch
 from parcompiler.pieces import Shard, Span
 from parcompiler.runtime.axis import current
 from parcompiler.runtime.lookup import gradient_of, located
+from parcompiler.runtime.mixed_precision import widen
 from parcompiler.runtime.softmax import Softmax, column_of_rows, precision
 from parcompiler.runtime.vocabulary import Head, Vocabulary
 
@@ -239,14 +240,17 @@ def weight_gradient(rows: HeadRows, logits: HeadLogits, factors: Factors) -> Non
         x = _scaled(logits.x, factors.powers)
         if rows.weight.grad is None:
             rows.weight.grad = torch.mm(logits.powers.t(), x)
+            widen(rows.weight)
         else:
-            rows.weight.grad.addmm_(logits.powers.t(), x)
-        gradient_of(rows.weight).index_add_(0, columns, _scaled(logits.x, label))
+            _add_product(rows.weight.grad, logits.powers.t(), x)
+        gradient = gradient_of(rows.weight)
+        gradient.index_add_(0, columns, _scaled(logits.x, label).to(gradient.dtype))
     if rows.bias is not None and rows.bias.requires_grad:
         dtype = rows.bias.dtype
-        gradient = gradient_of(rows.bias).view(-1)
-        gradient.addmv_(logits.powers.t(), factors.powers.to(dtype))
-        gradient.index_add_(0, columns, label.to(dtype))
+        gradient = gradient_of(rows.bias)
+        factor = factors.powers.to(dtype).unsqueeze(1)
+        _add_product(gradient.view(-1, 1), logits.powers.t(), factor)
+        gradient.view(-1).index_add_(0, columns, label.to(dtype).to(gradient.dtype))
     if factors.everyone is not None:
         _subtract_everyone(rows, logits, factors.everyone)
 
@@ -277,7 +281,17 @@ def _subtract_everyone(rows: HeadRows, logits: HeadLogits, everyone: torch.Tenso
             change = (logits.slopes.t(), x)
         else:
             change = (rows.class_weight.to(dtype).unsqueeze(1), x.sum(0, keepdim=True))
-        gradient_of(parameter).view(len(rows.weight), -1).addmm_(*change, alpha=-1)
+        _add_product(gradient_of(parameter).view(len(rows.weight), -1), *change, alpha=-1)
+
+
+def _add_product(
+    gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1
+) -> None:
+    """Add a product of matrices to a gradient, which may be summed in float32."""
+    if gradient.dtype == left.dtype:
+        gradient.addmm_(left, right, alpha=alpha)
+    else:
+        gradient.add_(left @ right, alpha=alpha)
 
 
 def stacked(statistics: Statistics) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from parcompiler.errors import InputError
 from parcompiler.pieces import Span
+from parcompiler.runtime.mixed_precision import wide_dtype
 
 
 class Located(NamedTuple):
@@ -53,15 +54,15 @@ def embed_backward(
         return
     at = located(words, span, weight.shape[0])
     owned = at.owned if padding is None else at.owned & (words != padding)
+    summed, width = gradient_of(weight), weight.shape[1]
     gradient = torch.where(owned.unsqueeze(-1), gradient, 0).to(weight.dtype)
-    width = weight.shape[1]
-    gradient_of(weight).index_add_(0, at.rows.reshape(-1), gradient.reshape(-1, width))
+    summed.index_add_(0, at.rows.reshape(-1), gradient.reshape(-1, width).to(summed.dtype))
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter, to add to."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=wide_dtype(parameter))
     return parameter.grad
 
 

@@ -1,15 +1,15 @@
 """Training in 16 bits: float32 masters of parameters, and a scale of the loss for float16.
 
-    weights ─► master (float32) ─► parameter (16 bits) ─► forward, backward ─► gradient (16 bits)
-                  ▲      │                                                          │
-                  │      └────────── state_dict                                     ▼
-               optimizer ◄──────────────────────────── gradient in float32, unscaled and clipped
+    weights ─► master (float32) ─► parameter (16 bits) ─► forward, backward of a micro-batch
+                  ▲      │                                          │ 16 bits
+                  │      └────────── state_dict                     ▼
+               optimizer ◄── unscaled, clipped ◄── sum of all micro-batches (float32)
 
-The optimizer changes masters, and checkpoints hold them. Gradients are kept, added up over
-micro-batches and summed over ranks in 16 bits (2 bytes beside the 2 of the parameter, the 4 of the
-master and the states of the optimizer); in the optimizer's step each is cast to float32 and its 16
-bits are freed. Parameters that are float32 in a 16-bit program (batch norms) are their own masters;
-frozen ones have none.
+The optimizer changes masters, and checkpoints hold them. A micro-batch has gradients in 16 bits,
+which are added up in float32: a sum in bfloat16 stops growing when it is 256 times its summands.
+Between ranks sums go in 16 bits, once a step or, where data ranks keep pieces of gradients, once a
+micro-batch. Parameters that are float32 in a 16-bit program (batch norms) are their own masters;
+frozen ones have none. Gradients that are rows of a table stay as autograd has them.
 
 So that small gradients are not zero in float16, the loss is multiplied by the scale before its
 backward, and gradients are divided by it in float32. When a gradient is not finite the step is
@@ -27,7 +27,7 @@ skipped and the scale halved; after so many good steps in a row it is doubled (M
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,26 @@ class LossScale:
         self.good += 1
         if self.good == self.interval:
             self.value, self.good = self.value * GROWTH, 0
+
+
+def sum_in_float32(parameters: Iterable[nn.Parameter]) -> None:
+    """Let gradients of 16-bit parameters be added up in float32 from now on."""
+    for parameter in parameters:
+        parameter.grad_dtype = None  # its gradient may be of another dtype
+        parameter.register_post_accumulate_grad_hook(widen)
+
+
+def widen(parameter: torch.Tensor) -> None:
+    """Make a gradient that is summed in float32 float32: autograd leaves the first summand as it
+    is, and adds the others in place, which makes no float32 copy of them."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.dtype != wide_dtype(parameter):
+        parameter.grad = gradient.to(wide_dtype(parameter))
+
+
+def wide_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which gradients of a parameter are added up."""
+    return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
 class Masters:

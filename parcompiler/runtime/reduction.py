@@ -165,8 +165,10 @@ def _behind(
 
 
 def _contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor; zeros for a tied one without, as other ranks may have some."""
-    tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else in_memory(tensor.grad)
+    """The gradient of a tensor in its dtype; zeros for a tied one without, as other ranks may have
+    some."""
+    gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.to(tensor.dtype)
+    tensor.grad = in_memory(gradient)
     return tensor.grad
 
 

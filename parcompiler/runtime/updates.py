@@ -34,7 +34,7 @@ from parcompiler.runtime.groups import (
     check_takes_rows,
     is_coupling,
 )
-from parcompiler.runtime.mixed_precision import LossScale, Masters
+from parcompiler.runtime.mixed_precision import LossScale, Masters, sum_in_float32
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.vocabulary import VocabularyRows
@@ -67,6 +67,13 @@ class Updates:
         self.scale = LossScale() if program.narrow == torch.float16 else None
         self.norm: torch.Tensor | None = None
         self._program, self._parameters = program, parameters
+        in_pieces = parts.parameters if parts is not None and parts.level > 1 else {}
+        beside = in_pieces.keys() | program.row_gradients.keys()
+        sum_in_float32(
+            parameter
+            for name, parameter in self.trained().items()
+            if parameter.dtype == program.narrow and name not in beside
+        )
         self._share_out()
         self._device, self._total = device, total
         self._optimizer: torch.optim.Optimizer | None = None

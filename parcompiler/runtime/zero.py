@@ -8,8 +8,8 @@
               w0 w1 w2  b0 b1 b2     [3] and all gather what the others have made of theirs,
                                          beside the next forward: each layer waits for its own
 
-Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1: 4 + 12/d bytes a parameter in mixed
-precision with Adam instead of 16, and as many bytes on the links as an all-reduce. Rows are those
+Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1: 6 + 12/d bytes a parameter in mixed
+precision with Adam instead of 18, and as many bytes on the links as an all-reduce. Rows are those
 of dimension 0, dealt as `pieces.piece` does. An optimizer that is not known to work element by
 element gets whole parameters, balanced over the ranks by their size.
 
@@ -43,6 +43,7 @@ from parcompiler.pieces import Span, dealt, piece
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.collective_queue import Arrival
+from parcompiler.runtime.mixed_precision import wide_dtype, widen
 from parcompiler.runtime.program import RankProgram
 
 ELEMENTWISE = frozenset(
@@ -99,6 +100,7 @@ class DataParts:
     ) -> None:
         """`held` are the names of the tensors of each stage."""
         at, self.level = program.coordinate, program.sharing
+        self._narrow = program.narrow
         self._served = program.updates.way == "parameter-server"
         self._channels, self._experts = channels, program.experts
         grid, expert = program.grid, at.data % program.expert
@@ -229,8 +231,9 @@ class DataParts:
         part = self.parts.get(name)
         if part is None:
             return Arrival(())
-        gradient = torch.zeros_like(part) if part.grad is None else part.grad
-        part.grad = in_memory(gradient)
+        if part.grad is None:
+            part.grad = torch.zeros_like(part, dtype=wide_dtype(part))
+        part.grad = in_memory(part.grad)
         return Arrival([self._channels.sum(part.grad, self._ties[name])])
 
     def scatter(self, names: Sequence[str]) -> Arrival:
@@ -246,8 +249,9 @@ class DataParts:
                 self.parameters[name].grad = None
             return Arrival([work], lambda: self._add(mine))
         gradients = [p.grad for n in names if (p := self.parameters[n]).grad is not None]
-        like = gradients[0] if gradients else self.parameters[names[0]]
-        segments, places = self._bucket(names, like, gradients if len(names) == 1 else [])
+        like = self.parameters[names[0]]
+        alone = [g for g in gradients if len(names) == 1 and g.dtype == like.dtype]
+        segments, places = self._bucket(names, like, alone)
         targets, rows = [], []
         for place in places:
             gradient = self.parameters[place.name].grad
@@ -403,6 +407,8 @@ class DataParts:
                 part.grad = gradient.clone()
             else:
                 part.grad = gradient
+            if self.level > 1:
+                widen(part)
 
     def _share_out(self) -> None:
         """Deal the rows of all parameters, and make the parts of this rank."""
@@ -428,6 +434,9 @@ class DataParts:
             for name, parameter in self.parameters.items()
             if self.span(name).size or not parameter.numel()  # one without elements is everywhere
         }
+        for part in self.parts.values():
+            if part.dtype == self._narrow:
+                part.grad_dtype = None
 
     def _own(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """The rows of this data rank: a view, or memory of their own."""

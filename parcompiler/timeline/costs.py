@@ -47,13 +47,13 @@ class StageCost:
     while BACKWARD and its two parts do.
 
     `resident` are bytes of parameters, gradients, optimizer states and constants; the gradients
-    among them are there from the `first` backward of a step on. `update` are added in the
-    optimizer's step, which takes `step` seconds for its parameters. `gathered` are its parameters,
-    from when data ranks begin to make them whole until they are in parts again. `ready`
-    are the seconds behind the optimizer's step before which the first forward may not begin, if all
-    that it reads is to be gathered by then.
-    `host` are bytes of each micro-batch in flight that wait in the host's memory.
-    A stage that is not `trained` has no backward, and what it saves is free after its forward.
+    among them are there from the `first` backward of a step on. `update` (shards of summed
+    gradients, with the copy of a bucket) are added in the optimizer's step, which takes `step`
+    seconds for its parameters. `gathered` are its parameters, from when data ranks begin to make
+    them whole until they are in parts again. `ready` are the seconds behind the optimizer's step
+    before which the first forward may not begin, if all that it reads is to be gathered by then.
+    `host` are bytes of each micro-batch in flight that wait in the host's memory. A stage that is
+    not `trained` has no backward, and what it saves is free after its forward.
     """
 
     forward: float
@@ -162,10 +162,9 @@ class VocabularyCost:
     `reduce` (of the gradient of x) are seconds of the collectives of the head; `embed_reduce` and
     `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes that a
     rank holds all the time, `saved` from the begin of S to the end of T, without x, and `more`
-    while the softmax is computed: in S, or in NORMALIZE where there is one; `update` comes on top
-    of `resident` in the optimizer's step, which takes `step` seconds for them. `source` is the
-    stage that gives x, `users` has for each embedding the stage that takes it. x has `x_bytes`, all
-    that is embedded `embedded_bytes`.
+    while the softmax is computed: in S, or in NORMALIZE where there is one. The optimizer's step
+    takes `step` seconds for them. `source` is the stage that gives x, `users` has for each
+    embedding the stage that takes it. x has `x_bytes`, all that is embedded `embedded_bytes`.
     `method` says what the last backward waits for.
     """
 
@@ -182,7 +181,6 @@ class VocabularyCost:
     resident: int = 0
     saved: int = 0
     more: int = 0
-    update: int = 0
     step: float = 0.0
     source: int = -1
     method: str = "vocab-2"

@@ -149,7 +149,7 @@ class MemoryUse:
         every, end = np.arange(self.ranks), ends[ends < INFINITY].max(initial=0.0)
         parts.append((every, 0.0, vocabulary.resident))
         parts.append((home, 0.0, np.array([cost.early for cost in costs], np.int64)))
-        updates = np.full(self.ranks, vocabulary.update if made.of else 0)
+        updates = np.zeros(self.ranks, np.int64)
         for j in made.of:  # the update follows where stages have gone back
             updates[placement[j]] += costs[j].update
         parts.append((every, end, updates))

@@ -144,9 +144,7 @@ class DataRanks:
             for k, group in enumerate(groups):
                 numbers = range(r * each + k * size, r * each + (k + 1) * size)
                 losses += original.backward(batch, numbers, each * self._lowered.data)
-                named = original.parameters.items()
-                group.append({name: p.grad for name, p in named if p.grad is not None})
-                self.set_gradients({})
+                group.append(original.take_gradients())
             first = original.updated() if r == 0 else first
         original.set_values(first)
         return losses, groups
@@ -154,7 +152,8 @@ class DataRanks:
     def set_gradients(self, gradients: Gradients) -> None:
         """Give parameters these gradients, and the others none."""
         for name, parameter in self._original.parameters.items():
-            parameter.grad = gradients.get(name)
+            found = gradients.get(name)
+            parameter.grad = None if found is None else found.to(parameter.dtype)
 
     def packed(self, groups: Sequence[Sequence[Gradients]]) -> Gradients:
         """The gradients that the data ranks make of what each of them adds, group by group."""

@@ -96,6 +96,7 @@ class Original:
         floating = (p.dtype for p in program.model.parameters() if p.is_floating_point())
         self._compiled_dtype = program.captured.narrow or next(floating, torch.float32)
         self._stack = ExitStack()
+        self._sums: dict[str, torch.Tensor] = {}  # of 16-bit gradients, in float32
 
     def __enter__(self) -> Original:
         """Give the model values in its precision."""
@@ -190,8 +191,16 @@ class Original:
                 loss = self.loss(batch, i)
                 torch.autograd.backward(loss, torch.full_like(loss, self.scale / count))
             _make_whole(self.parameters.values())
+            self._add_up()
             losses.append(loss.detach())
         return losses
+
+    def _add_up(self) -> None:
+        """Add gradients of 16 bits to their sums in float32; parameters have none any more."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter and parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad.to(torch.float32), None
+                self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of the parameters and of the buffers that the model had before it ran, by name.
@@ -208,31 +217,42 @@ class Original:
 
         Then gradients are divided by the scale, but for those that masters take in float32.
         """
-        hooked = [(p, p._backward_hooks) for p in self.parameters.values() if p._backward_hooks]
-        saved = [dict(hooks) for _, hooks in hooked]
-        for _, hooks in hooked:
+        named = self.parameters.items()
+        hooked = [(n, p, p._backward_hooks) for n, p in named if p._backward_hooks]
+        saved = [dict(hooks) for *_, hooks in hooked]
+        for *_, hooks in hooked:
             hooks.clear()
         try:
             yield
         finally:
-            for (_, hooks), before in zip(hooked, saved, strict=True):
+            for (*_, hooks), before in zip(hooked, saved, strict=True):
                 hooks.update(before)
         for parameter in self.parameters.values():
             if self.narrow is None and parameter.grad is not None:
                 parameter.grad /= self.scale
-        for parameter, _ in hooked:
-            gradient, parameter.grad = parameter.grad, None
+        self._add_up()
+        for name, parameter, _ in hooked:
+            gradient, parameter.grad = self._sums.pop(name, parameter.grad), None
             if gradient is not None:
-                torch.autograd.backward(parameter, gradient)
+                torch.autograd.backward(parameter, gradient.to(parameter.dtype))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that backwards have left, by name; masters have them from now on."""
-        for name, parameter in self.parameters.items():
-            if self.narrow is not None and parameter.grad is not None:
-                kind = self.masters[name].dtype
-                self.masters[name].grad = parameter.grad.to(kind) / self.scale
+        if self.narrow is not None:
+            for name, gradient in self.take_gradients().items():
+                self.masters[name].grad = gradient / self.scale
         named = self.masters.items()
         return {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that backwards have left, by name, those of 16 bits added up in float32;
+        parameters have none any more."""
+        self._add_up()
+        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None} | self._sums
+        self._sums = {}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return found
 
     def stepped(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The state after a step of an optimizer."""

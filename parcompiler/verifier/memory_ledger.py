@@ -10,7 +10,7 @@
                                                          of its readers
     a received gradient            RECV             to   BACKWARD or BACKWARD_INPUT
     gathered parameters            UNSHARD          to   RESHARD
-    gradients of masters           in the optimizer's step behind the list
+    shards of summed gradients     behind the list, in the optimizer's step
 
 and of the vocabulary, where every rank has rows of it,
 
@@ -214,9 +214,8 @@ def _late(step: StepIndex, rank: int, early: int, memory: MemoryLimits) -> Itera
     costs = [cost for stage, cost in stages if stage.rank == rank]
     resident = early + sum(cost.first.gradients for cost in costs)
     update = sum(cost.update for cost in costs)
-    update += memory.vocabulary.update if memory.vocabulary else 0
     if update:
-        parts = f"resident {in_units(resident)}, gradients of masters {in_units(update)} more"
+        parts = f"resident {in_units(resident)}, shards of summed gradients {in_units(update)} more"
         where, total = "in the optimizer's step", resident + update
         yield from _too_much(rank, total, memory.limits[rank], where, parts)
 

@@ -1,8 +1,8 @@
 """Mixed precision as one writes it in plain torch, in one process; programs must follow it.
 
 Float32 masters; every step their 16-bit copies compute the logits, the loss is in float32, the
-gradients of micro-batches are added up in 16 bits, and the optimizer gets them in float32,
-unscaled and clipped, or not at all when one is not finite.
+gradients of micro-batches are added up in float32, and the optimizer gets them unscaled and
+clipped, or not at all when one is not finite.
 """
 
 from __future__ import annotations
@@ -54,15 +54,20 @@ def train(
             for n, p in masters.items()
         }
         losses = []
+        sums: dict[str, torch.Tensor | float] = dict.fromkeys(masters, 0.0)
         for i in range(microbatches):
             part = {key: tensor.chunk(microbatches)[i] for key, tensor in batch.items()}
             loss = _loss(model, own, part, dtype)
             (loss * (found.scale / microbatches)).backward()
             losses.append(loss.item())
+            for name, master in masters.items():
+                gradient, own[name].grad = own[name].grad, None
+                if gradient is not None:
+                    sums[name] += gradient.to(master.dtype)
         found.losses.append(sum(losses) / microbatches)
         for name, master in masters.items():
-            gradient = own[name].grad
-            master.grad = None if gradient is None else gradient.to(master.dtype) / found.scale
+            total = sums[name]
+            master.grad = total / found.scale if isinstance(total, torch.Tensor) else None
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), max_norm)
         found.norms.append(norm.item())
         if norm.isfinite():

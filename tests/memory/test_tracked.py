@@ -50,19 +50,17 @@ def test_what_is_held_is_predicted_part_by_part() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-frozen"])
-def test_the_optimizers_step_holds_gradients_of_masters_as_predicted(name: str) -> None:
+def test_gradients_of_masters_are_in_float32_as_predicted(name: str) -> None:
     options: Any = {"schedule": "1f1b", "microbatches": 2, "recompute": "full"}
     program = compiled(name, torch.float32, pipeline=2, precision="bf16", **options)
     found = check(program)
-    before, behind = (top for _, _, top in found[0].levels[-2:])
-    assert behind > before, "the step is no fullest moment"
     for rank, held in enumerate(found):
         names = {name for stage in program.lowered.on_rank(rank) for name in stage.tensors}
         items = [program.problem.graph.by_name[name] for name in names]
         states = sum(program.problem.state_bytes(item) for item in items)
         trained = sum(item.nbytes for item in items if item.trainable)
-        assert states == sum(item.nbytes for item in items) + 7 * trained  # 2 + 4 + 8 of 2 bytes
-        assert held.peak >= states + trained  # gradients have 4 bytes instead of 2
+        assert states == sum(item.nbytes for item in items) + 8 * trained  # 4 + 4 + 8 of 2 bytes
+        assert held.peak >= states
 
 
 def test_what_a_backward_in_two_parts_leaves_is_predicted() -> None:

@@ -39,7 +39,6 @@ def random_vocabulary(
         users=users,
         x_bytes=chance.randrange(30),
         embedded_bytes=len(users) * chance.randrange(30),
-        update=chance.choice([0, 100]),
     )
 
 

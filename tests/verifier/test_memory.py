@@ -114,7 +114,7 @@ def test_too_little_for_the_optimizers_step_is_told(chain: Lowered) -> None:
     found = [fault.detail for fault in faults(chain, memory)]
     assert found == [
         "rank 1 holds 3 MiB in the optimizer's step, 1 B too much (limit 3 MiB; resident 2 MiB, "
-        "gradients of masters 1 MiB more)"
+        "shards of summed gradients 1 MiB more)"
     ]
 
 
