@@ -34,7 +34,7 @@ from parcompiler.capture import clean
 from parcompiler.capture.adaptive import on_all_rows
 from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
-from parcompiler.capture.functions import BASE, call_functions, traced
+from parcompiler.capture.functions import call_functions, recorded
 from parcompiler.capture.grad_modes import marked, noticed
 from parcompiler.capture.hooks import hooks_of, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat
@@ -246,7 +246,7 @@ def _export(
     with (
         warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
         checkpoints_run_once(), data_detached(),
-        patched(BASE, apply=classmethod(traced)),
+        recorded(),
         patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
         restored(original) if copied is original else nullcontext(), Known() as known,
     ):  # fmt: skip

@@ -11,15 +11,18 @@ import functools
 import importlib
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.function import _is_setup_context_defined
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
 _CONSTANT = int | float | bool | str | complex | torch.dtype | torch.device | None
@@ -57,6 +60,7 @@ class _Application:
     """One application while it is traced; `None` stands for the tensors among the arguments."""
 
     kind: type[torch.autograd.Function]
+    forward: Callable[..., Any]
     template: tuple[Any, ...]
     places: tuple[int, ...]
     single: bool = True
@@ -71,8 +75,8 @@ class _Application:
 
     def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         """Apply the Function to tensors, noting the form of its result and whether it draws."""
-        with _SeesDraws() as seen:
-            result = _apply(self.kind, *self.arguments(operands))
+        with patched(self.kind, forward=staticmethod(self.forward)), _SeesDraws() as seen:
+            result = self.kind.apply(*self.arguments(operands))
         self.random = seen.random
         self.single = isinstance(result, torch.Tensor)
         results = [result] if self.single else list(result)
@@ -95,8 +99,6 @@ class _SeesDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# What every `apply` calls, also one that a module has bound to a name: `clip = Clip.apply`.
-BASE: Any = torch.autograd.Function.__mro__[1]
 _calls: list[_Application] = []
 _library = torch.library.Library("parcompiler", "FRAGMENT")
 _library.define("function(Tensor[] operands, int call) -> Tensor[]")
@@ -111,27 +113,58 @@ _library.impl("function", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("parcompiler::function", _run, lib=_library)
 
 
-def _apply(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`kind.apply` as torch has it, of all arguments in their places."""
-    return super(BASE, kind).apply(*arguments)
+@contextmanager
+def recorded() -> Iterator[None]:
+    """While a model is traced: what applies a Function that is not torch's own is one node.
+
+    Their forwards are replaced, not `apply`, which a module may have bound to a name
+    (`clip = Clip.apply`), and which is torch's C code from torch 2.14 on.
+    """
+    forwards = {kind: kind.forward for kind in _kinds(torch.autograd.Function)}
+    with ExitStack() as stack:
+        for kind, forward in forwards.items():
+            if kind is CheckpointFunction or kind.__module__.partition(".")[0] != "torch":
+                recording = staticmethod(_recording(kind, forward))
+                stack.enter_context(patched(kind, forward=recording))
+        yield
 
 
-def traced(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """What `BASE.apply` is while a model is traced: an application of a Function that is not
-    torch's own is recorded as one node."""
+def _recording(
+    kind: type[torch.autograd.Function], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What `kind.forward` is while a model is traced; torch reads defaults from its signature."""
+
+    @functools.wraps(forward)
+    def record(*given: Any) -> Any:
+        return _recorded(kind, forward, *given)
+
+    return record
+
+
+def _kinds(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
+    """All Functions there are."""
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+def _recorded(kind: type[torch.autograd.Function], forward: Callable[..., Any], *given: Any) -> Any:
+    """Record an application, in the place of a forward that is called like this."""
     if kind is CheckpointFunction:
         message = (
             "checkpoint(use_reentrant=True) runs the forward without gradients, and none would "
             "come back: say use_reentrant=False, or leave it to compile(recompute=)"
         )
         raise CaptureError(message)
+    apart = _is_setup_context_defined(kind.setup_context)  # then the forward has no context
+    arguments = given if apart else given[1:]
     operands = [item for item in arguments if isinstance(item, torch.Tensor)]
-    if kind.__module__.partition(".")[0] == "torch" or not operands:
-        return _apply(kind, *arguments)
+    if not operands:
+        return forward(*given)
     _check(kind, arguments)
     places = tuple(i for i, item in enumerate(arguments) if isinstance(item, torch.Tensor))
     template = tuple(None if i in places else item for i, item in enumerate(arguments))
-    _calls.append(_Application(kind, template, places))
+    _calls.append(_Application(kind, forward, template, places))
     results = torch.ops.parcompiler.function(operands, len(_calls) - 1)
     return results[0] if _calls[-1].single else tuple(results)
 

@@ -22,6 +22,8 @@ _NO_GRADIENT = frozenset(
     "new_ones new_empty new_full histc".split()
 )
 
+_LIKE_ANOTHER = frozenset("type_as to expand_as view_as reshape_as".split())  # the second operand
+
 
 def differentiable(graph: fx.Graph, trainable: Collection[str], loss: fx.Node) -> frozenset[str]:
     """Names of the nodes that carry gradients, placeholders of parameters among them."""
@@ -73,6 +75,8 @@ def _sources(node: fx.Node) -> Iterable[fx.Node]:
         # What is updated in place there is the tensor that it was, and is used as such.
         own = returned(node)
         return mutated_operands(node) if own is None else (own,)
+    if overload_name(node) in _LIKE_ANOTHER:
+        return node.all_input_nodes[:1]
     return () if overload_name(node) in _NO_GRADIENT else node.all_input_nodes
 
 

@@ -22,7 +22,8 @@ _DATA_DEPENDENT = (
 )
 _ADVICE_DATA = (
     "control flow or a shape depends on the values of tensors: write it with torch.where or a "
-    "mask, or move it out of forward"
+    "mask, move it out of forward, or give inputs that are alike in every step (sizes of images) "
+    "as lists of numbers, not as tensors"
 )
 _OTHER_ADVICE = {  # by a word of the error or of the line that is named
     "_ctc_loss": (

@@ -230,14 +230,16 @@ def _expand(call: BoundCall) -> str | None:
 def _reshaped(call: BoundCall, argument: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The operand of a change of shape, its sizes, and those that are asked for.
 
-    Both are empty where the operand is no variable, or some size is no plain number.
+    Both are empty where the operand is no variable, or some size is no plain number (but follows
+    from data).
     """
     owner, sizes, name = call.values["self"], call.values[argument], call.text("self")
     assert isinstance(sizes, list | tuple)
-    plain = all(type(size) is int for size in sizes) and name.isidentifier()
-    if not plain or not isinstance(owner, fx.Node) or "val" not in owner.meta:
+    if not name.isidentifier() or not isinstance(owner, fx.Node) or "val" not in owner.meta:
         return name, (), ()
-    return name, tuple(owner.meta["val"].shape), tuple(sizes)
+    before = tuple(owner.meta["val"].shape)
+    plain = all(type(size) is int for size in (*before, *sizes))
+    return (name, before, tuple(sizes)) if plain else (name, (), ())
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -120,7 +120,9 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, result, *sums = ctx.saved_tensors
-        of_queries, of_keys, of_values = map(torch.zeros_like, (query, key, value))
+        wide = torch.promote_types(query.dtype, torch.float32)  # many spans are added up
+        of_queries = torch.zeros_like(query, dtype=wide)
+        of_keys, of_values = torch.zeros_like(key), torch.zeros_like(value)
         chunks = [x.chunk(len(sums), -2) for x in (of_queries, gradients[0], query, result)]
         for start, total, own, gradient, rows, y in zip(ctx.starts, sums, *chunks, strict=True):
             for span, is_causal in _spans(start, rows.shape[-2], max(SPAN, rows.shape[-2])):
@@ -129,7 +131,7 @@ class _Merged(torch.autograd.Function):
                 own += more[0]
                 of_keys[..., span, :] += more[1]
                 of_values[..., span, :] += more[2]
-        return of_queries, of_keys, of_values, None, None
+        return of_queries.to(query.dtype), of_keys, of_values, None, None
 
 
 def _spans(start: int, size: int, most: int | None = None) -> Iterator[tuple[slice, bool]]:

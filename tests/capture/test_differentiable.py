@@ -97,3 +97,25 @@ def test_only_what_leads_to_the_loss_carries_a_gradient_and_is_trained() -> None
         "add",
         "sum",
     ]
+
+
+class Shifted(nn.Module):
+    """Layers that add a constant in the form of what carries a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.shift = torch.ones(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.shift.type_as(self.layers[0](x)).expand_as(x) * 2
+        for layer in self.layers:
+            x = layer(x + shift)
+        return x.sum()
+
+
+def test_what_takes_the_form_of_another_has_none_of_its_gradient() -> None:
+    graph = capture(Shifted(), {"x": torch.ones(2, 4)})
+    carries = {str(node.target): node.name in graph.differentiable for node in graph.fx_graph.nodes}
+    assert not carries["aten.mul.Tensor"]
+    assert carries["aten.linear.default"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import parcompiler as pc
 from parcompiler.codegen import folder as writing
@@ -213,3 +214,22 @@ def test_scripts_do_not_grow_with_the_number_of_copies(tmp_path: Path) -> None:
         program.export(out, ranks=[1024])
     many = pc.load(program.export(out)).path
     assert len(list(many.glob("rank_*.py"))) == 2
+
+
+class Kept(nn.Module):
+    """Rows that are no padding, as many as there are, in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x[(x != 0).any(-1)].view(-1, 2, 2)
+        y: torch.Tensor = self.layer(rows.flatten(1))
+        return y.square().mean()
+
+
+def test_sizes_that_follow_from_data_are_written_as_they_are(tmp_path: Path) -> None:
+    program = pc.compile(Kept(), pc.Mesh(), {"x": torch.ones(2, 4)}, microbatches=2)
+    (stage,) = program.export(tmp_path / "kept").rglob("stage_0.py")
+    assert ".view(-1, 2, 2)" in stage.read_text()
