@@ -44,6 +44,15 @@ _LOGGERS = (
     "torch.fx.experimental.symbolic_shapes",
 )
 
+# What `checkpoint(use_reentrant=False)` goes through: a generator, from torch 2.14 on another.
+CHECKPOINTING = next(
+    name
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",
+        "_checkpoint_without_reentrant_generator",
+    )
+    if hasattr(checkpoint, name)
+)
 ONE_THREAD = threading.RLock()  # patches hold for the whole process: one compile at a time
 
 
@@ -96,7 +105,7 @@ def checkpoints_run_once() -> AbstractContextManager[None]:
     def wrapping(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    return patched(checkpoint, _checkpoint_without_reentrant_generator=wrapping)
+    return patched(checkpoint, **{CHECKPOINTING: wrapping})
 
 
 def data_detached() -> AbstractContextManager[None]:

@@ -35,7 +35,7 @@ from parcompiler.capture.inputs import with_tensors
 from parcompiler.capture.lift import lifted, lifting
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.narrow import mixed, narrowed
-from parcompiler.capture.patches import patched
+from parcompiler.capture.patches import CHECKPOINTING, patched
 from parcompiler.capture.untouched import Attributes, untouched
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
@@ -154,7 +154,7 @@ class Original:
     def _draws(self, i: int) -> Iterator[None]:
         """Within it, micro-batch `i` draws as on the ranks, and what the model checkpoints draws
         the same again in the backward."""
-        repeated = checkpoint._checkpoint_without_reentrant_generator
+        repeated = getattr(checkpoint, CHECKPOINTING)
 
         def repeating(function: Callable[..., Any], *options: Any, **arguments: Any) -> Any:
             resumed = draws.resumed()
@@ -165,7 +165,7 @@ class Original:
 
             return repeated(again, *options, **arguments)
 
-        patch = patched(checkpoint, _checkpoint_without_reentrant_generator=repeating)
+        patch = patched(checkpoint, **{CHECKPOINTING: repeating})
         with patch, SeededDraws(self._seed, i) as draws:
             yield
 

@@ -329,7 +329,7 @@ def test_rows_of_one_tensor_are_parameters_of_their_own() -> None:
 
 def test_a_scripted_module_is_refused() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):  # before and from torch 2.14
         model[0] = torch.jit.script(model[0])
     with pytest.raises(CaptureError, match=r"'0' of Sequential is a torch.jit.ScriptModule"):
         capture(model, (torch.randn(2, WIDTH),), loss=torch.sum)
