@@ -118,15 +118,25 @@ def recorded() -> Iterator[None]:
     """While a model is traced: what applies a Function that is not torch's own is one node.
 
     Their forwards are replaced, not `apply`, which a module may have bound to a name
-    (`clip = Clip.apply`), and which is torch's C code from torch 2.14 on.
+    (`clip = Clip.apply`), and which is torch's C code from torch 2.14 on. Those of Functions that
+    are defined meanwhile, in a forward or a module that it imports, are replaced too.
     """
-    forwards = {kind: kind.forward for kind in _kinds(torch.autograd.Function)}
+    base = torch.autograd.Function
+    forwards = {kind: kind.forward for kind in _kinds(base)}
     with ExitStack() as stack:
-        for kind, forward in forwards.items():
+
+        def record(kind: type[torch.autograd.Function], forward: Callable[..., Any]) -> None:
             if kind is CheckpointFunction or kind.__module__.partition(".")[0] != "torch":
                 recording = staticmethod(_recording(kind, forward))
                 stack.enter_context(patched(kind, forward=recording))
-        yield
+
+        def defined(kind: type[torch.autograd.Function]) -> None:
+            record(kind, kind.forward)
+
+        for kind, forward in forwards.items():
+            record(kind, forward)
+        with patched(base, __init_subclass__=classmethod(defined)):
+            yield
 
 
 def _recording(

@@ -147,3 +147,29 @@ def test_afterwards_functions_are_as_before() -> None:
     Clipped.apply(x, 0.5).sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert x.grad.tolist() == [0.5, 0.5]
+
+
+class Lazy(nn.Module):
+    """A Function that is defined when the forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        class Halved(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+                return gradients[0] / 2
+
+        y: torch.Tensor = Halved.apply(self.layer(x))  # type: ignore[no-untyped-call]
+        return y.sum()
+
+
+def test_one_that_is_defined_in_a_forward_is_refused() -> None:
+    with pytest.raises(CaptureError, match="Halved cannot be imported by the ranks"):
+        capture(Lazy(), {"x": torch.ones(2, 4)})
