@@ -13,7 +13,7 @@ DEVICE = runtime.rank_device("cpu")
 
 
 class Gemma2DecoderLayer(runtime.Layer):
-    """model.layers.2, model.layers.3, from modeling_gemma2.py:309."""
+    """model.layers.2, model.layers.3, from modeling_gemma2.py:307."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Gemma2DecoderLayer(runtime.Layer):
 
 
 class Norm(runtime.Layer):
-    """norm, from modeling_gemma2.py:59."""
+    """norm, from modeling_gemma2.py:58."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,24 +198,23 @@ class Stage1(runtime.Stage):
         unsqueeze_2 = unsqueeze.unsqueeze(3)
         unsqueeze = unsqueeze.unsqueeze(2)
         new_ones = unsqueeze_2.new_ones((), dtype=torch.bool)
+        picked = cumsum[arange, unsqueeze_2]
+        picked_2 = cumsum[arange, unsqueeze]
+        equal = picked == picked_2
+        both = new_ones & equal
         picked = expand[arange, unsqueeze_2]
         picked_2 = expand[arange, unsqueeze]
         at_most = picked_2 <= picked
-        both = new_ones & at_most
-        picked_3 = cumsum[arange, unsqueeze_2]
-        picked_4 = cumsum[arange, unsqueeze]
-        equal = picked_3 == picked_4
-        both = both & equal
-        both = both.expand(-1, -1, -1, -1)
+        both_2 = both & at_most
+        both_2 = both_2.expand(-1, -1, -1, -1)
         zeros = torch.zeros((), dtype=torch.float32, device=DEVICE)
-        where = torch.where(both, zeros, -3.4028234663852886e38)
-        new_ones_2 = picked.new_ones((), dtype=torch.bool)
+        where = torch.where(both_2, zeros, -3.4028234663852886e38)
+        new_ones = picked.new_ones((), dtype=torch.bool)
         difference = picked - 4096
         above = picked_2 > difference
-        both = new_ones_2 & above
-        both = both & at_most
-        both = new_ones & both
-        both = both & equal
+        both_2 = new_ones & above
+        both_2 = both_2 & at_most
+        both = both & both_2
         both = both.expand(-1, -1, -1, -1)
         where_1 = torch.where(both, zeros, -3.4028234663852886e38)
         position_ids = position_ids.unsqueeze(2)
