@@ -32,7 +32,8 @@ class Rewriting:
     def keep(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """Let a new node stand for one of the whole, under its name."""
         made.meta = {**node.meta, **made.meta}
-        made.name = node.name  # torch renames inputs called `torch` or `inf`
+        if made.name != node.name:  # torch renames inputs called `torch` or `inf`
+            made.name = node.name
         self.nodes[node] = made
         if node.name in self.whole.differentiable:
             self.carrying.add(node.name)

@@ -43,7 +43,7 @@ from parcompiler.pieces import Span, dealt, piece
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.collective_queue import Arrival
-from parcompiler.runtime.mixed_precision import wide_dtype, widen
+from parcompiler.runtime.mixed_precision import wide_dtype
 from parcompiler.runtime.program import RankProgram
 
 ELEMENTWISE = frozenset(
@@ -403,12 +403,10 @@ class DataParts:
             gradient = gradient.view_as(part)  # a scalar is a row
             if part.grad is not None:
                 part.grad.add_(gradient)
-            elif self.whole and self.level > 1:  # a view keeps those of other ranks in memory
-                part.grad = gradient.clone()
+            elif self.level > 1:  # a view of a whole bucket keeps those of other ranks in memory
+                part.grad = gradient.to(wide_dtype(part), copy=self.whole)
             else:
                 part.grad = gradient
-            if self.level > 1:
-                widen(part)
 
     def _share_out(self) -> None:
         """Deal the rows of all parameters, and make the parts of this rank."""

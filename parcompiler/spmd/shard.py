@@ -20,6 +20,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -277,7 +278,8 @@ class _Sharding(Rewriting):
                 inside = dataclasses.replace(inside, apart=apart, axis=self.axis)
                 made.meta = {"exchange": inside}
         else:
-            made = self.made.call_function(node.target, *_arguments(node, arguments))  # type: ignore[arg-type]
+            args, kwargs = _arguments(node, arguments)
+            made = self.made.create_node(node.op, node.target, args, kwargs, node.name)
         made.meta = {**node.meta, **made.meta}
         self._share_exchange(node, strategy, made)
         self._draw_own(call, strategy, made)
@@ -340,19 +342,26 @@ class _Sharding(Rewriting):
 
     def _describe(self, made: fx.Node, node: fx.Node, types: Types) -> None:
         """Give a node the shapes that rank 0 has."""
-        remaining = iter(types)
-
-        def local(leaf: Any) -> Any:
-            return self._piece(leaf, next(remaining, R)) if isinstance(leaf, torch.Tensor) else leaf
-
         whole = node.meta.get("val")
-        made.meta["val"] = pytree.tree_map(local, whole)
+        if isinstance(whole, torch.Tensor):  # as nearly all are
+            made.meta["val"] = self._piece(whole, types[0] if types else R)
+        else:
+            made.meta["val"] = self._pieces(whole, types)
         if self.axis != "tensor":  # pieces of it are of one size: local shapes say all
             made.meta["rows"] = types
             return
         made.meta["placements"] = types
         if any(placement.kind == "S" for placement in types):
             made.meta["whole"] = whole
+
+    def _pieces(self, values: Any, types: Types) -> Any:
+        """The tensors among several results as rank 0 has them."""
+        remaining = iter(types)
+
+        def local(leaf: Any) -> Any:
+            return self._piece(leaf, next(remaining, R)) if isinstance(leaf, torch.Tensor) else leaf
+
+        return pytree.tree_map(local, values)
 
     def _piece(self, value: torch.Tensor, placement: Placement) -> torch.Tensor:
         """A tensor without data as rank 0 has it; one for all layers, as making them takes long."""
@@ -438,13 +447,19 @@ def _local_parameter(item: Parameter, placement: Placement, n: int) -> Parameter
     return dataclasses.replace(item, shape=tuple(shape), shard=shard)
 
 
+@lru_cache
+def _names(target: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The names of the arguments of an operator."""
+    return tuple(argument.name for argument in target._schema.arguments)
+
+
 def _arguments(
     node: fx.Node, arguments: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by name, as the node passes them: by place, and by keyword."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        names: Sequence[str] = [argument.name for argument in target._schema.arguments]
+        names: Sequence[str] = _names(target)
     else:
         names = [str(index) for index in range(len(node.args))]
     args = tuple(arguments[name] for name in names[: len(node.args)])
