@@ -1,5 +1,6 @@
 """Checkpoints of one rank: what is saved comes back to the bit, and nothing half is ever loaded."""
 
+import hashlib
 import json
 import os
 import resource
@@ -124,6 +125,24 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         with pytest.raises(pc.InputError, match=rf"{name} is damaged"):
             one.load(path)
         assert one.step_count == len(losses)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"step": "x"}, {"seeds": []}, {"calls": [1]}, {"mesh": 1}, {"extra": {"data": 1}}]
+)
+def test_facts_of_another_kind_are_damage_though_their_sum_is_right(
+    program: pc.Program, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    with worker(program) as one:
+        path = one.save(tmp_path)
+        facts = json.loads((path / "checkpoint.json").read_text())
+        (path / "checkpoint.json").write_text(json.dumps(facts | changed))
+        sums = (path / "SHA256SUMS").read_text().splitlines()
+        others = [line for line in sums if not line.endswith("checkpoint.json")]
+        digest = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
+        (path / "SHA256SUMS").write_text("\n".join([*others, f"{digest}  checkpoint.json", ""]))
+        with pytest.raises(pc.InputError, match=r"checkpoint.json is damaged"):
+            one.load(path)
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "checkpoint.json"])

@@ -133,6 +133,9 @@ def read(path: Path) -> Checkpoint:
     if facts.get("format") != FORMAT:
         message = f"{path} is a checkpoint of another version ({facts.get('format')!r})"
         raise InputError(message)
+    if not _is_sound(facts):
+        message = f"{path / FACTS} is damaged"
+        raise InputError(message)
     try:
         entries = {
             name: Entry(
@@ -155,6 +158,24 @@ def read(path: Path) -> Checkpoint:
         message = f"{path / TENSORS} is damaged"
         raise InputError(message)
     return Checkpoint(path, facts, entries, {})
+
+
+def _is_sound(facts: Mapping[str, Any]) -> bool:
+    """Whether facts are what a checkpoint has, in kind."""
+    match facts:
+        case {
+            "step": int(),
+            "samples": int(),
+            "calls": [int(), int()],
+            "mesh": [int(pipeline), int(data), int(tensor)],
+            "seeds": list(seeds),
+            "scale": None | [int() | float(), int(), int()],
+            "extra": dict(extra),
+        }:
+            ranks = len(seeds) == pipeline * data * tensor
+            sound = ranks and all(isinstance(seed, int) for seed in seeds)
+            return sound and all(isinstance(states, list) for states in extra.values())
+    return False
 
 
 def dtype_of(name: str) -> torch.dtype:
