@@ -90,6 +90,7 @@ def capture_in(
             "precision='bf16'"
         )
         raise CaptureError(message)
+    _check_norms(model, dtype)
     twin = _narrowed(original, dtype)
     with mixed(dtype):
         graph = capture(
@@ -121,6 +122,20 @@ def narrowed(model: nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], t
     kept = {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters()}
     cast = {id(p) for p in model.parameters() if p.is_floating_point()} - kept
     return lambda tensor: dtype if id(tensor) in cast else tensor.dtype
+
+
+def _check_norms(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raise CaptureError for a batch norm of a third precision, which no kernel computes."""
+    for path, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            tensors = *module.parameters(recurse=False), *module.buffers(recurse=False)
+            kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+            if other := sorted(map(str, kinds - {torch.float32, dtype})):
+                message = (
+                    f"{path!r} is a {type(module).__name__} in {other[0]}, and in {dtype} it must "
+                    "be in float32: call model.float() before compile"
+                )
+                raise CaptureError(message)
 
 
 def _narrowed(whole: WithLoss, dtype: torch.dtype) -> WithLoss:

@@ -110,6 +110,8 @@ class Masters:
             for name, parameter in parameters.items()
             if parameter.requires_grad and (parameter.dtype == narrow if own is None else own)
         }
+        self._written: dict[str, int] = {}
+        self._note()
 
     @torch.no_grad()
     def take_gradients(self, factor: torch.Tensor) -> None:
@@ -125,12 +127,17 @@ class Masters:
                 parameter.grad = None
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Take what parameters have now; where that is the master rounded, it keeps its digits."""
+    def adopt(self, *, parameters: bool) -> None:
+        """Let parameters have what a user has written into masters and, with `parameters`, these
+        what was written into parameters: where that is the master rounded, it keeps its digits."""
         for name, master in self.by_name.items():
             parameter = self._parameters[name]
-            same = parameter == master.to(parameter.dtype)
-            master.copy_(torch.where(same, master, parameter))
+            if master._version != self._written[name]:
+                parameter.copy_(master)
+            elif parameters:
+                same = parameter == master.to(parameter.dtype)
+                master.copy_(torch.where(same, master, parameter))
+        self._note()
 
     @torch.no_grad()
     def write(self) -> None:
@@ -138,3 +145,8 @@ class Masters:
         for name, master in self.by_name.items():
             self._parameters[name].copy_(master)
             master.grad = None
+        self._note()
+
+    def _note(self) -> None:
+        """Remember the masters as they are: torch counts what is written into each."""
+        self._written = {name: master._version for name, master in self.by_name.items()}

@@ -155,10 +155,10 @@ class Updates:
         return scale
 
     def adopt(self) -> None:
-        """Let masters have what the user has written into parameters of 16 bits. (With a server
-        parameters are copies of its masters.)"""
-        if self.handed_out and self.serving is None:
-            self.masters.adopt()
+        """Let masters of 16-bit parameters, and these, have what the user has written into the
+        other. (With a server parameters are copies of its masters.)"""
+        if self.serving is None:
+            self.masters.adopt(parameters=self.handed_out)
 
     @torch.no_grad()
     def swap(self, key: str) -> None:
@@ -310,10 +310,28 @@ class Updates:
                 part = gradient if shared else rows.unpadded(name, gradient)
                 part = part.coalesce().values() if part.is_sparse else part
                 squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
-        self._total(squares)
+        self._total_of(squares)
         size = squares.sqrt() if program.narrow is None else squares.sqrt() * self._factor
         self.norm = size if self.norm is None else self.norm
         return size
+
+    def _total_of(self, squares: torch.Tensor) -> None:
+        """Add up the squares of all ranks, in place. Raises InputError on all of them where the
+        scale of the loss was set on some alone: their gradients are of different losses."""
+        if self.scale is None:
+            self._total(squares)
+            return
+        sums = torch.stack(
+            [squares, squares.new_tensor(self.scale.value), torch.ones_like(squares)]
+        )
+        self._total(sums)
+        squares.copy_(sums[0])
+        if not math.isclose(sums[1].item(), self.scale.value * sums[2].item(), rel_tol=1e-9):
+            message = (
+                f"loss_scale is {self.scale.value:g} on this rank and another one on others: set "
+                "it on all ranks alike"
+            )
+            raise InputError(message)
 
     def _raw(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The gradients that backwards have made, by name."""

@@ -460,7 +460,7 @@ class Worker:
     @property
     def loss_scale(self) -> float:
         """The factor of the loss in its backward: not 1 in float16. Losses and gradients that a
-        worker returns are without it. It may be set, to go on from it."""
+        worker returns are without it. It may be set on all ranks alike, to go on from it."""
         scale = self._updates.scale
         return 1.0 if scale is None else scale.value
 

@@ -171,3 +171,15 @@ def test_a_program_is_captured_again_for_another_precision() -> None:
     assert again.captured is narrow.captured
     wide = pc.compile(narrow, pc.Mesh())
     assert wide.plan.fingerprint == program.plan.fingerprint
+
+
+def test_a_batch_norm_of_a_third_precision_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).half()
+
+    def loss(value: torch.Tensor) -> torch.Tensor:
+        return value.sum()
+
+    batch = {"input": torch.randn(3, 4)}
+    with pytest.raises(pc.CaptureError, match=r"'1' is a BatchNorm1d in torch.float16, .* float32"):
+        capture_in(BF16, model, batch, loss)
+    assert capture_in(BF16, model.float(), batch, loss).narrow == BF16

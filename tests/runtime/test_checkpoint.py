@@ -230,6 +230,23 @@ def test_masters_are_loaded_whether_a_loss_is_scaled_or_not(tmp_path: Path) -> N
         assert torch.tensor(trained(three, 1)).isfinite().all()
 
 
+@pytest.mark.parametrize(("before", "after"), [("bf16", "fp64"), ("fp64", "bf16")])
+def test_states_have_the_precision_of_their_weights(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    data = batch(MICROBATCHES)
+    for precision in (before, after):
+        x = data["x"].double() if precision == "fp64" else data["x"]
+        with worker(compiled(mixed(), MICROBATCHES, precision=precision)) as one:
+            if precision == after:
+                one.load(tmp_path)
+            one.train_step(data | {"x": x})
+            for weight, states in one._updates.optimizer.state.items():
+                assert states["exp_avg"].dtype == weight.dtype
+                assert states["step"].item() == one.step_count
+            one.save(tmp_path)
+
+
 def test_a_full_disk_is_said_at_the_next_call_and_at_close(
     program: pc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import parcompiler as pc
 from parcompiler.runtime.updates import Updates
 from tests import zoo
-from tests.runtime.workers import Mixed, batch, compiled, mixed, one_process
+from tests.runtime.workers import CLASSES, Mixed, batch, compiled, mixed, one_process
 
 MICROBATCHES = 3
 
@@ -205,6 +206,39 @@ def test_inputs_in_float32_are_cast_for_a_16_bit_program_alone(
         assert torch.equal(worker.evaluate(data), worker.evaluate(narrow))
     with single.worker() as worker, pytest.raises(pc.InputError, match=r"must have dtype"):
         worker.evaluate(narrow)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_is_written_into_masters_counts_at_once(half: pc.Program, reads: bool) -> None:
+    data = batch(MICROBATCHES)
+    with half.worker() as worker:
+        optimizer = worker.set_optimizer(torch.optim.SGD, lr=0.0)
+        worker.loss_scale = 2.0**10
+        worker.train_step(data)
+        if reads:
+            assert dict(worker.named_parameters())
+        with torch.no_grad():
+            for weight in optimizer.param_groups[0]["params"]:
+                weight.zero_()
+        assert worker.evaluate(data).item() == pytest.approx(math.log(CLASSES))
+        worker.train_step(data)
+        state = worker.gather_state_dict()
+        assert state is not None
+        trained = {name for name, p in worker.named_parameters() if p.requires_grad}
+        assert not any(state[name].any() for name in trained)
+
+
+def test_a_scale_that_one_rank_alone_has_is_refused(
+    half: pc.Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = torch.tensor([0.0, 2.0**16, 1.0], dtype=torch.float64)  # of a second rank
+    with half.worker() as worker:
+        monkeypatch.setattr(worker._updates, "_total", lambda sums: sums.add_(other))
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        worker.train_step(batch(MICROBATCHES))
+        worker.loss_scale = 2.0**10
+        with pytest.raises(pc.InputError, match="set it on all ranks alike"):
+            worker.train_step(batch(MICROBATCHES))
 
 
 def test_groups_of_a_16_bit_program_are_of_masters(half: pc.Program) -> None:

@@ -439,10 +439,11 @@ class RankState:
         states: dict[str, Any],
         restored: Restored,
     ) -> None:
-        """One state of a parameter."""
-        entry = checkpoint.entries[key]
+        """One state of a parameter: in its dtype if it was so, whatever that was."""
+        entry, weight = checkpoint.entries[key], checkpoint.entries.get(f"model/{name}")
+        dtype = parameter.dtype if weight and weight.dtype == entry.dtype else entry.dtype
         if entry.note == LIKE:
-            target = torch.zeros_like(parameter, dtype=entry.dtype)
+            target = torch.zeros_like(parameter, dtype=dtype)
             if self._shape(name) != entry.shape:
                 return  # the parameter itself says so
             parts = self._parts(name, target)
@@ -456,7 +457,7 @@ class RankState:
                         "it where that is divided as it was"
                     )
                 return
-            target = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
+            target = torch.empty(entry.shape, dtype=dtype, device=parameter.device)
             parts = StoredTensor.whole(target).parts
         states[head] = target
         apart = f"rank {self.program.rank} {key}"
