@@ -58,7 +58,7 @@ from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.untouched import Attribute, check_attributes, restored, untouched, watched
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
-from parcompiler.graph import Graph
+from parcompiler.graph import Graph, Parameter
 
 
 def capture(
@@ -87,10 +87,27 @@ def capture(
     _check_rows(inputs)
     original = WithLoss(model, loss, in_float32=in_float32, outputs=outputs)
     hooks = hooks_of(original)
+    captured = _graph_of(original, inputs, args, kwargs, known := Known())
+    if known.has_read_fixed and any(map(_is_rewritten, captured.parameters)):
+        # What seemed to be a constant may be another in the next step: nothing is taken for one.
+        captured = _graph_of(original, inputs, args, kwargs, Known(reads_fixed=False))
+    check_tables(captured)
+
+    def recapture(other: Batch) -> Graph:
+        with in_modes(model, captured.modes):
+            return capture(model, other, loss, in_float32=in_float32, outputs=outputs)
+
+    return replace(captured, hooks=hooks, recapture=recapture)
+
+
+def _graph_of(
+    original: WithLoss, inputs: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known
+) -> Graph:
+    """Export the model with its loss, clean up what comes out, and read it."""
     changed: set[Attribute] = set()
     with ONE_THREAD:
-        with _drawing_with_torch_alone(type(model).__name__):
-            exported = _export(original, args, kwargs, changed)
+        with _drawing_with_torch_alone(type(original.model).__name__):
+            exported = _export(original, args, kwargs, changed, known)
         if changed:
             with computing_as(alone):
                 check_attributes(original, args, kwargs)
@@ -102,6 +119,7 @@ def capture(
     clean.drop_objects(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)
+    clean.settle_sizes(graph)
     clean.make_gradients_whole(graph)
     specs = exported.graph_signature.input_specs
     names = {
@@ -110,14 +128,12 @@ def capture(
     }
     make_cuttable(graph, *names.values())
     mark(graph, original)
-    captured = renewed(read(original, exported, graph, inputs, positional=not kwargs))
-    check_tables(captured)
+    return renewed(read(original, exported, graph, inputs, positional=not kwargs))
 
-    def recapture(other: Batch) -> Graph:
-        with in_modes(model, captured.modes):
-            return capture(model, other, loss, in_float32=in_float32, outputs=outputs)
 
-    return replace(captured, hooks=hooks, recapture=recapture)
+def _is_rewritten(item: Parameter) -> bool:
+    """Whether a tensor of integers that no state dict has is updated by the forward."""
+    return item.mutated and bool(item.unsaved) and not item.dtype.is_floating_point
 
 
 @contextmanager
@@ -233,7 +249,11 @@ def _check_rows(inputs: Batch) -> None:
 
 
 def _export(
-    original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], changed: set[Attribute]
+    original: WithLoss,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changed: set[Attribute],
+    known: Known,
 ) -> torch.export.ExportedProgram:
     """Export the model with its loss; when that fails, in other ways (see `_attempts`).
 
@@ -248,7 +268,7 @@ def _export(
         checkpoints_run_once(), data_detached(),
         recorded(),
         patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
-        restored(original) if copied is original else nullcontext(), Known() as known,
+        restored(original) if copied is original else nullcontext(), known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         copies = LayerCopies(copied, known.follows)

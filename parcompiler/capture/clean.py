@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from parcompiler.capture.effects import (
     Effects,
@@ -150,6 +152,30 @@ def drop_assertions(graph: fx.Graph) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         if node.op == "call_function" and not node.users and name.startswith(_ASSERTIONS):
             graph.erase_node(node)
+
+
+def settle_sizes(graph: fx.Graph) -> None:
+    """Make numbers of the sizes that known values decide: an export keeps them as symbols."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor | list | tuple):
+            node.meta["val"] = pytree.tree_map_only(FakeTensor, _settled, value)
+
+
+def _settled(tensor: FakeTensor) -> torch.Tensor:
+    """A tensor with numbers as its sizes, where these are known."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    sizes = [*tensor.shape, *tensor.stride()]
+    symbols = [size.node for size in sizes if isinstance(size, torch.SymInt)]
+    if not symbols or any(symbol.maybe_as_int() is None for symbol in symbols):
+        return tensor
+    shape, stride = map(int, tensor.shape), map(int, tensor.stride())
+    with tensor.fake_mode:
+        made = torch.empty_strided(
+            tuple(shape), tuple(stride), dtype=tensor.dtype, device=tensor.device
+        )
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def make_gradients_whole(graph: fx.Graph) -> None:

@@ -4,6 +4,8 @@ A traced tensor has no values, so `if tensor:` cannot be followed in general. So
 
     if mask.any():                 the tensor was computed from constants alone, so its value is
                                    the same for every batch
+    x.split(sizes.tolist())        the same of lists and numbers, and of the size of a result that
+                                   values decide (`nonzero`, `repeat_interleave`)
     if torch.rand([]) < 0.0:       no draw is below zero (layers dropped with no probability)
     if x.isinf().any():            values are taken to be finite
     assert (ids >= 0).all()        an assertion is taken to hold, and a check that would only raise
@@ -51,14 +53,24 @@ _QUESTIONS: dict[Any, Callable[[torch.Tensor], Any]] = {
 _YES_OR_NO = (torch.Tensor.__bool__, torch.Tensor.item)
 _FACTORIES = frozenset("zeros ones full arange tensor eye linspace scalar_tensor".split())
 _LIKE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
+_SIZED = frozenset("view reshape expand repeat tile unflatten split narrow".split())
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
 
 
 class Known(ModelMode):
-    """Follows the values of tensors that are computed from constants, beside the traced ones."""
+    """Follows the values of tensors that are computed from constants, beside the traced ones.
 
-    def __init__(self) -> None:
+    Of the tensors that a model has, those of integers that no state dict has (attributes, buffers
+    that are not persistent) are constants if no forward writes them, which the graph shows when
+    there is one: `has_read_fixed` says whether it matters, `reads_fixed=False` follows none.
+    """
+
+    def __init__(self, *, reads_fixed: bool = True) -> None:
         super().__init__()
+        self.has_read_fixed = False
+        self._may_read_fixed = reads_fixed
+        self._reads_fixed = False  # before a model is traced
+        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._spoiled: set[int] = set()
         self._draws: dict[int, torch.Tensor] = {}
@@ -73,6 +85,18 @@ class Known(ModelMode):
             for home in (module._parameters, module._buffers)
             for name, tensor in home.items()
         }
+        buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        saved = {id(b) for module, name, b in buffers if not is_fixed(module, name, b)}
+        self._buffers = [
+            (module._buffers, name, buffer)
+            for module, name, buffer in buffers
+            if buffer is not None and id(buffer) not in saved
+        ]
+        self._reads_fixed = self._may_read_fixed
 
     def _stand_in(self, value: Any) -> Any:
         """What stands for a tensor of the model, alone or in a list, while that is traced."""
@@ -96,24 +120,54 @@ class Known(ModelMode):
                     return answer
         iterate: Any = torch.Tensor.__iter__
         if func is iterate:
-            result: Any = list(func(*args))
-            self._follow(torch.unbind, args, {}, result)
-            return iter(result)
-        if "size" in kwargs:
-
-            def number(size: Any) -> Any:  # of a size that is a tensor with a known value
-                value = self._value(size)
-                if value is None or value.dim():
-                    return size
-                with _eager():
-                    return value.item()
-
-            kwargs = {**kwargs, "size": pytree.tree_map(number, kwargs["size"])}
+            return iter(self._followed(torch.unbind, args, {}, list(func(*args))))
+        name = getattr(func, "__name__", "")
+        args, kwargs = self._with_numbers(name, args, kwargs)
         result = func(*args, **kwargs)
         _check_registered(func, args, result)
-        if not self._assume(getattr(func, "__name__", ""), args, result):
-            self._follow(func, args, kwargs, result)
-        return result
+        if self._assume(name, args, result):
+            return result
+        return self._followed(func, args, kwargs, result)
+
+    def _with_numbers(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a function with numbers in place of known tensors, where these are sizes
+        or bounds: a trace would have a size without a value for each."""
+
+        def number(size: Any) -> Any:
+            value = self._value(size)
+            if value is None or value.dim():
+                return size
+            with _eager():
+                return value.item()
+
+        def bounds(index: Any) -> Any:
+            if isinstance(index, slice):
+                return slice(*map(number, (index.start, index.stop, index.step)))
+            return index
+
+        if name in _SIZED:
+            args = (*args[:1], *pytree.tree_map(number, args[1:]))
+        elif name in ("__getitem__", "__setitem__"):
+            index = tuple(map(bounds, args[1])) if type(args[1]) is tuple else bounds(args[1])
+            args = (args[0], index, *args[2:])
+        elif name == "tensor":
+            args, kwargs = self._tensor_of_numbers(args, kwargs)
+        elif name in _FACTORIES:
+            args = pytree.tree_map(number, args)
+        if "size" in kwargs:
+            kwargs = {**kwargs, "size": pytree.tree_map(number, kwargs["size"])}
+        return args, kwargs
+
+    def _tensor_of_numbers(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of `torch.tensor`, which cannot read traced tensors in a list."""
+        inner = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        if not inner or inner[0] is args[0] or any(self._value(x) is None for x in inner):
+            return args, kwargs
+        made = self._computed(torch.tensor, args, kwargs, "tensor")
+        if not made:
+            return args, kwargs
+        with _eager():
+            return (made[0].tolist(),), {**kwargs, "dtype": made[0].dtype}
 
     def _assume(self, name: str, args: Any, result: Any) -> bool:
         """Take values to be finite, and draws not to be negative."""
@@ -135,35 +189,50 @@ class Known(ModelMode):
 
     def _value(self, tensor: object) -> torch.Tensor | None:
         """The values of a tensor if they are known."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
         _, value = self._values.get(id(tensor), (None, None))
+        if value is None and (fixed := self._fixed(tensor)) is not None:
+            with _eager():
+                value = fixed.to("cpu", copy=True)
+            self._values[id(tensor)], self.has_read_fixed = (tensor, value), True
         if value is None or value.untyped_storage().data_ptr() in self._spoiled:
             return None
         return value
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute the values of a result when those of all operands are known."""
+    def _fixed(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor of integers that the model has here, if no state dict has it."""
+        if not self._reads_fixed:
+            return None
+        if type(tensor) is torch.Tensor:  # not traced: an attribute
+            return tensor if id(tensor) not in self._homes and _is_of_integers(tensor) else None
+        return next((b for home, name, b in self._buffers if home.get(name) is tensor), None)
+
+    def _followed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """The result of a call, whose values are computed when those of all operands are known."""
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
         if isinstance(first, torch.Tensor) and name not in _LIKE and self._value(first) is None:
-            return  # so it is nearly always
+            return result  # so it is nearly always
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         known = all(self._value(operand) is not None for operand in operands)
         starts = name in _FACTORIES if not operands else name in _LIKE
-        leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-        small = all(
-            all(type(size) is int for size in leaf.shape) and leaf.numel() <= LARGEST
-            for leaf in leaves
-        )
-        if not (starts or (known and operands)) or not small:
+        leaves, spec = pytree.tree_flatten(result)
+        if not (starts or (known and operands)) or not all(map(_may_be_small, leaves)):
             if operands and _writes(name):
                 self._spoil(operands[0])
-            return
+            return result
         values = self._computed(func, args, kwargs, name)
-        for made, value in zip(pytree.tree_leaves(result), values, strict=False):
+        if len(values) != len(leaves):
+            return result
+        leaves = [_sized(made, value) for made, value in zip(leaves, values, strict=True)]
+        for made, value in zip(leaves, values, strict=True):
             if not isinstance(made, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
-            if value.layout == torch.strided:  # a sparse one has no storage that may be spoiled
+            # A sparse one has no storage that may be spoiled.
+            if value.layout == torch.strided and value.numel() <= LARGEST:
                 self._values[id(made)] = made, value
+        return pytree.tree_unflatten(leaves, spec)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, name: str) -> list[Any]:
         """The result on values; nothing for what draws random numbers or cannot run."""
@@ -197,6 +266,39 @@ class Known(ModelMode):
         value = self._value(tensor)
         if value is not None:
             self._spoiled.add(value.untyped_storage().data_ptr())
+
+
+def is_fixed(module: nn.Module, name: str, buffer: torch.Tensor | None) -> bool:
+    """Whether a buffer has values that a forward may decide by, and no state dict has it."""
+    return name in module._non_persistent_buffers_set and _is_of_integers(buffer)
+
+
+def _is_of_integers(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor has values that a forward may decide by (a grid, sizes, a mask)."""
+    if tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return False
+    return tensor.layout is torch.strided and tensor.numel() <= LARGEST
+
+
+def _may_be_small(result: object) -> bool:
+    """Whether a result is no tensor of a size that is known to be large."""
+    if not isinstance(result, torch.Tensor) or _without_numbers(result):
+        return True
+    return result.numel() <= LARGEST
+
+
+def _without_numbers(tensor: torch.Tensor) -> bool:
+    """Whether values decide the size of a traced tensor (`nonzero`), so that it has none yet."""
+    return any(type(size) is not int for size in tensor.shape)
+
+
+def _sized(made: Any, value: Any) -> Any:
+    """A traced result, with sizes that are numbers where it has none yet and its values do."""
+    if not isinstance(made, torch.Tensor) or not _without_numbers(made):
+        return made
+    for size, number in zip(made.shape, value.shape, strict=True):
+        torch._check(size == number)
+    return made.view(value.shape)
 
 
 def _check_registered(func: Any, args: Any, result: Any) -> None:

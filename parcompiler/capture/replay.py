@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parcompiler.capture.known import is_fixed
 from parcompiler.capture.layer_tracer import (
     LayerTrace,
     current_tracer,
@@ -165,7 +166,10 @@ def describe(layer: nn.Module) -> tuple[Hashable, dict[Attribute, Hashable]]:
         for name, value in vars(module).items():
             key: Hashable
             if name in ("_parameters", "_buffers") and isinstance(value, dict):
-                key = tuple((n, t if t is None else (form(t), number(t))) for n, t in value.items())
+                key = tuple(
+                    (n, t if t is None else (form(t), number(t)), _decisive(module, n, t))
+                    for n, t in value.items()
+                )
             elif name == "_modules" and isinstance(value, dict):
                 key = tuple((n, m is None) for n, m in value.items())
             elif "_hooks" in name:  # those of saving and loading do not run in a forward
@@ -176,6 +180,13 @@ def describe(layer: nn.Module) -> tuple[Hashable, dict[Attribute, Hashable]]:
                     plain[path, name], key = key, None
             parts.append((name, key))
     return tuple(parts), plain
+
+
+def _decisive(module: nn.Module, name: str, tensor: torch.Tensor | None) -> Hashable:
+    """The values of a buffer by which a forward may decide what it does; None of others."""
+    if tensor is None or type(tensor) is not torch.Tensor or not is_fixed(module, name, tensor):
+        return None
+    return tensor.cpu().numpy().tobytes()
 
 
 def _key(value: Any) -> tuple[Hashable, bool]:

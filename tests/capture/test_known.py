@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
+from parcompiler.capture.prologue import constants
 from parcompiler.errors import CaptureError
 from tests.distributed.models import WIDTH, rows
 
@@ -43,6 +44,34 @@ def from_shapes(x: torch.Tensor) -> torch.Tensor:
     return x.cos() if torch.ones_like(x).all() else x.sin()
 
 
+GRID = [[2, 1, 4], [1, 1, 0]]  # of images: frames, rows and columns
+
+
+def split_by_a_grid(x: torch.Tensor) -> torch.Tensor:
+    return by_grid(x, torch.tensor(GRID))
+
+
+def by_grid(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """As vision-language models of Hugging Face read the sizes of images."""
+    areas = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+    bounds = nn.functional.pad(areas.cumsum(0), (1, 0))
+    parts = x.split((bounds[1:] - bounds[:-1]).tolist(), 1)
+    frames, height, width = grid[0]
+    parts[0].view(len(x), height, width)
+    images = parts[0].reshape(-1, frames // 2, height, width)
+    assert isinstance(areas.shape[0], int)
+    places = torch.arange(int(areas.sum()))[width:]
+    if torch.nonzero(areas).shape[0] == len(areas) or places.numel() != 4:
+        return x.sin()
+    found: torch.Tensor = torch.cat([part.cos() for part in parts], 1) + images.sum() * areas.sum()
+    return found
+
+
+def gathering_numbers(x: torch.Tensor) -> torch.Tensor:
+    sizes = torch.tensor([row.sum() for row in torch.tensor(GRID)])
+    return x.cos() if sizes.tolist() == [7, 2] else x.sin()
+
+
 def asserting(x: torch.Tensor) -> torch.Tensor:
     assert (x < 9).all(), "large"
     assert not (x > 9).any()
@@ -69,12 +98,101 @@ def dropping_never(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "step",
-    [from_constants, from_shapes, asserting, refusing, checking_numbers, dropping_never],
+    [
+        from_constants,
+        from_shapes,
+        split_by_a_grid,
+        gathering_numbers,
+        asserting,
+        refusing,
+        checking_numbers,
+        dropping_never,
+    ],
 )
 def test_what_is_known_is_answered(step: Step) -> None:
     found = operators(step)
     assert "aten.cos.default" in found
     assert "aten.sin.default" not in found
+
+
+class Fixed(nn.Module):
+    """A model with a grid of its own."""
+
+    grid: torch.Tensor
+
+    def __init__(self, kind: str, *, written: bool = False, grid: list[list[int]] = GRID) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        self.written = written
+        if kind == "attribute":
+            self.grid = torch.tensor(grid)
+        else:
+            self.register_buffer("grid", torch.tensor(grid), persistent=kind == "saved buffer")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = by_grid(x, self.grid)
+        if self.written:
+            self.grid[1].add_(1)
+        result: torch.Tensor = self.linear(x).sum()
+        return result
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer"])
+def test_tensors_of_the_model_that_nothing_changes_are_known(kind: str) -> None:
+    graph = capture(Fixed(kind), {"x": rows(WIDTH)})
+    assert "aten.sin.default" not in [str(n.target) for n in graph.fx_graph.nodes]
+    # Everything that follows from the grid is computed once.
+    made = {node.name: node for node in constants(graph)}
+    assert made["repeat_interleave"].meta["val"].shape == (3,)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "saved buffer"])
+def test_tensors_of_the_model_that_may_change_are_not_known(kind: str) -> None:
+    model = Fixed(kind, written=kind != "saved buffer")
+    with pytest.raises(CaptureError, match="values of tensors"):
+        capture(model, {"x": rows(WIDTH)})
+
+
+def test_a_counter_beside_known_values_is_captured() -> None:
+    class Counting(Asking):
+        steps: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__(from_constants)
+            self.register_buffer("steps", torch.tensor(0), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            return super().forward(x) * self.steps
+
+    graph = capture(Counting(), {"x": rows(WIDTH)})
+    assert [item.name for item in graph.parameters if item.mutated] == ["steps"]
+
+
+def test_equal_layers_with_other_known_values_are_not_copied() -> None:
+    class Deciding(nn.Module):
+        def __init__(self, sine: bool) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("sine", torch.tensor(sine), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.linear(x.sin() if self.sine else x.cos())
+            return found
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Deciding(i == 3) for i in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    graph = capture(Layers(), {"x": rows(WIDTH)})
+    names = [str(n.target).split(".")[1] for n in graph.fx_graph.nodes if n.op == "call_function"]
+    assert [name for name in names if name in ("sin", "cos")] == ["cos"] * 3 + ["sin"] + ["cos"] * 4
 
 
 def branching(x: torch.Tensor) -> torch.Tensor:
