@@ -306,7 +306,7 @@ def _export(
     if isinstance(first, ParcompilerError):
         raise first
     _check_runs(original, args, kwargs)
-    raise explain(first, failed.model) from first
+    raise explain(first, failed.model, kwargs) from first
 
 
 def _check_runs(original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

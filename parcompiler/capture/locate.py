@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import linecache
 import traceback
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import nn
 
 from parcompiler.errors import CaptureError
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _DATA_DEPENDENT = (
     "data-dependent",
     "datadependent",
@@ -22,9 +27,19 @@ _DATA_DEPENDENT = (
 )
 _ADVICE_DATA = (
     "control flow or a shape depends on the values of tensors: write it with torch.where or a "
-    "mask, move it out of forward, or give inputs that are alike in every step (sizes of images) "
-    "as lists of numbers, not as tensors"
+    "mask, move it out of forward, or make constants of inputs that are alike in every step (sizes "
+    "of images): lists of numbers, or tensors that a module around the model makes"
 )
+_ADVICE_FIXED = """
+  If {name} is alike in every step, make it a constant so, and give the other inputs alone:
+    class Fixed(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, **inputs):
+            return self.model({name}=torch.tensor({values}), **inputs)
+  What a model computes in Python from tokens (position_ids of Qwen-VL), it must get as an input."""
 _OTHER_ADVICE = {  # by a word of the error or of the line that is named
     "_ctc_loss": (
         "torch's CTC loss reads the values of lengths and labels before it knows a shape: it "
@@ -58,18 +73,31 @@ def placed(error: CaptureError, model: nn.Module) -> CaptureError:
     return CaptureError(f"{error}\n  {place}") if place else error
 
 
-def explain(error: Exception, model: nn.Module, *, runs: bool = True) -> CaptureError:
+def explain(
+    error: Exception, model: nn.Module, inputs: Mapping[str, Any] = _NONE, *, runs: bool = True
+) -> CaptureError:
     """A CaptureError that names the innermost module and line of the model in the traceback;
-    `runs` says whether the model itself does, on the same inputs."""
+    `inputs` are those with names, `runs` says whether the model itself does, on the same inputs."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     place, name = _place(error, model), type(model).__name__
     message = f"cannot capture {name}: {text}" if runs else f"{name} fails on these inputs: {text}"
     if place:
         message += f"\n  {place}"
-    advice = _ADVICE_DATA if is_data_dependent(error) else _ADVICE
+    advice = _ADVICE_DATA + _fixed(inputs) if is_data_dependent(error) else _ADVICE
     known = (text for word, text in _OTHER_ADVICE.items() if word in message)
     advice = next(known, advice).format(layerdrop=_layerdrop(model))
     return CaptureError(f"{message}\n  {advice if runs else _ADVICE_BROKEN}")
+
+
+def _fixed(inputs: Mapping[str, Any]) -> str:
+    """How to make a constant of the first input that has a few integers a row: sizes of images."""
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dim() == 2:
+            rows, columns = value.shape
+            if 1 < columns < 5:
+                shown = value.tolist() if rows < 5 and not value.is_meta else "[...]"
+                return _ADVICE_FIXED.format(name=name, values=shown)
+    return ""
 
 
 def _layerdrop(model: nn.Module) -> str:

@@ -1,5 +1,6 @@
 """What cannot be captured is refused with the module, the line and advice, and nothing printed."""
 
+import textwrap
 from typing import Any
 
 import pytest
@@ -63,6 +64,29 @@ def test_a_shape_that_values_decide_is_named() -> None:
 
     with pytest.raises(CaptureError, match=r"(?s)the model itself.*values of tensors"):
         capture(Selecting(), XY)
+
+
+GRID = torch.tensor([[1, 2], [2, 1]])
+
+
+def test_the_way_out_for_sizes_of_images_is_one_that_works() -> None:
+    class Seeing(Stack):
+        def forward(
+            self, x: torch.Tensor, labels: torch.Tensor, grid: torch.Tensor = GRID
+        ) -> torch.Tensor:
+            for i, size in enumerate(grid.prod(1).tolist()):
+                x = x - x[i : i + size].mean() if size > 1 else x
+            return super().forward(x, labels)
+
+    with pytest.raises(CaptureError, match="If grid is alike in every step") as error:
+        capture(Seeing(), {**XY, "grid": GRID})
+    lines = str(error.value).split("alone:\n")[1].split("  What a model")[0]
+    names: dict[str, Any] = {"torch": torch}
+    exec(textwrap.dedent(lines), names)
+    assert capture(names["Fixed"](Seeing()), XY).parameters
+    with pytest.raises(CaptureError) as error:
+        capture(Stack(Branching), XY)
+    assert "alike in every step, make" not in str(error.value)
 
 
 def test_an_error_of_the_model_is_shown_with_its_place() -> None:
