@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from parcompiler.capture.batched import write_batches
 from parcompiler.capture.effects import (
     Effects,
     arguments_of,
@@ -46,6 +47,7 @@ def inline_regions(
     for node in graph.nodes:
         for operand in node.all_input_nodes:
             operand.users[node] = None
+    write_batches(graph, owner)
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(
             node.target, torch._ops.HigherOrderOperator
@@ -130,7 +132,10 @@ def drop_objects(graph: fx.Graph) -> None:
 
 
 _TRANSFORMS = {  # by the first call that torch records of each
-    "_add_batch_dim": "torch.vmap cannot be divided: write the operation with a batch dimension",
+    "_add_batch_dim": (
+        "torch.vmap of dropout, of a custom Function or under no_grad cannot be divided: write "
+        "the operation with a batch dimension"
+    ),
     "_make_dual": "torch.func.jvp cannot be divided: write the derivative out",
     "_wrap_for_grad": "torch.func.grad cannot be divided: write the derivative out",
     "_unwrap_for_grad": "torch.func.grad cannot be divided: write the derivative out",

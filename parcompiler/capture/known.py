@@ -204,6 +204,8 @@ class Known(ModelMode):
         """The tensor of integers that the model has here, if no state dict has it."""
         if not self._reads_fixed:
             return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None  # a traced one, within torch.vmap
         if type(tensor) is torch.Tensor:  # not traced: an attribute
             return tensor if id(tensor) not in self._homes and _is_of_integers(tensor) else None
         return next((b for home, name, b in self._buffers if home.get(name) is tensor), None)

@@ -140,7 +140,21 @@ class Transformed(nn.Module):
 
 
 def mapped(self: Any, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = torch.vmap(lambda row: self.linear(row) * row.sum())(x)
+    def drop(row: torch.Tensor) -> torch.Tensor:
+        dropped: torch.Tensor = nn.functional.dropout(self.linear(row))  # no evaluation has it
+        return dropped
+
+    y: torch.Tensor = torch.vmap(drop, randomness="different")(x)
+    return y
+
+
+def mapped_in_parts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def half(row: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate: torch.Tensor = self.linear(row)
+        return row * gate
+
+    y: torch.Tensor = torch.vmap(half)(self.linear(x))
     return y
 
 
@@ -162,7 +176,8 @@ def along(self: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (mapped, r"torch\.vmap cannot be divided.*test_clean"),
+        (mapped, r"torch\.vmap of dropout, .* cannot be divided.*test_clean"),
+        (mapped_in_parts, r"torch\.vmap .* or under no_grad cannot be divided.*test_clean"),
         (derived, r"torch\.func\.grad cannot be divided: write the derivative out.*test_clean"),
         (derived_of_a_layer, r"(?s)transforms of torch\.func \(grad, vjp, .* cannot be divided"),
         (along, r"torch\.func\.jvp cannot be divided: write the derivative out.*test_clean"),
