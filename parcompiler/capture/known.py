@@ -214,6 +214,10 @@ class Known(ModelMode):
         """The result of a call, whose values are computed when those of all operands are known."""
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
+        if isinstance(func, torch._ops.OpOverload):  # torch's own, in the midst of a trace
+            if func._schema.is_mutable:
+                self._spoil(first)
+            return result
         if isinstance(first, torch.Tensor) and name not in _LIKE and self._value(first) is None:
             return result  # so it is nearly always
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

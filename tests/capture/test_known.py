@@ -72,6 +72,17 @@ def gathering_numbers(x: torch.Tensor) -> torch.Tensor:
     return x.cos() if sizes.tolist() == [7, 2] else x.sin()
 
 
+def of_a_typed_constructor(x: torch.Tensor) -> torch.Tensor:
+    width = torch.IntTensor([WIDTH])  # which torch traces by operators of its own
+    return x.cos() * torch.ones_like(x)[:, : width[0]]
+
+
+def overwritten_by_an_operator(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(WIDTH)
+    torch.ops.aten.copy_.default(mask, x[0])
+    return x.cos() if mask.any() else x.sin()
+
+
 def asserting(x: torch.Tensor) -> torch.Tensor:
     assert (x < 9).all(), "large"
     assert not (x > 9).any()
@@ -103,6 +114,7 @@ def dropping_never(x: torch.Tensor) -> torch.Tensor:
         from_shapes,
         split_by_a_grid,
         gathering_numbers,
+        of_a_typed_constructor,
         asserting,
         refusing,
         checking_numbers,
@@ -224,7 +236,14 @@ def ambiguous(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "step",
-    [branching, branching_on_a_mixture, raising_after_work, dropping_sometimes, ambiguous],
+    [
+        branching,
+        branching_on_a_mixture,
+        raising_after_work,
+        dropping_sometimes,
+        ambiguous,
+        overwritten_by_an_operator,
+    ],
 )
 def test_what_the_batch_decides_is_refused(step: Step) -> None:
     with pytest.raises(CaptureError, match="values of tensors") as error:
