@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from keyword import iskeyword
@@ -34,6 +32,7 @@ from parcompiler.capture import clean
 from parcompiler.capture.adaptive import on_all_rows
 from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
+from parcompiler.capture.draws import drawing_with_torch_alone, draws_unknown
 from parcompiler.capture.functions import call_functions, recorded
 from parcompiler.capture.grad_modes import marked, noticed
 from parcompiler.capture.hooks import hooks_of, without_hooks
@@ -106,7 +105,7 @@ def _graph_of(
     """Export the model with its loss, clean up what comes out, and read it."""
     changed: set[Attribute] = set()
     with ONE_THREAD:
-        with _drawing_with_torch_alone(type(original.model).__name__):
+        with drawing_with_torch_alone(type(original.model).__name__):
             exported = _export(original, args, kwargs, changed, known)
         if changed:
             with computing_as(alone):
@@ -134,28 +133,6 @@ def _graph_of(
 def _is_rewritten(item: Parameter) -> bool:
     """Whether a tensor of integers that no state dict has is updated by the forward."""
     return item.mutated and bool(item.unsaved) and not item.dtype.is_floating_point
-
-
-@contextmanager
-def _drawing_with_torch_alone(name: str) -> Iterator[None]:
-    """Refuse a forward that draws from `random` or `numpy.random`: what it drew when it was
-    captured would be a constant of every step."""
-
-    def states() -> dict[str, Any]:
-        numpy = sys.modules.get("numpy")
-        drawn = {} if numpy is None else {"numpy.random": repr(numpy.random.get_state())}
-        return {"random": random.getstate(), **drawn}
-
-    before = states()
-    yield
-    for module, state in states().items():
-        if before.get(module, state) != state:
-            message = (
-                f"cannot capture {name}: its forward draws from {module}, and every step would "
-                "have the number of the first: draw with torch (torch.rand), as each micro-batch "
-                "then does anew"
-            )
-            raise CaptureError(message)
 
 
 def _on_device_of(
@@ -266,7 +243,7 @@ def _export(
     with (
         warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
         checkpoints_run_once(), data_detached(),
-        recorded(),
+        recorded(), draws_unknown(type(original.model).__name__),
         patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
         restored(original) if copied is original else nullcontext(), known,
     ):  # fmt: skip
