@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from parcompiler.capture import clean
 from parcompiler.capture.adaptive import on_all_rows
 from parcompiler.capture.bounds import check_tables
+from parcompiler.capture.caches import own_caches
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.draws import drawing_with_torch_alone, draws_unknown
 from parcompiler.capture.functions import call_functions, recorded
@@ -252,7 +253,8 @@ def _export(
         for patch, make in _attempts(original, copied, kwargs, copies, changed):
             try:
                 with patch:
-                    tried = make()
+                    with own_caches(original):
+                        tried = make()
                     known.traces(tried)
                     whole = WithLoss(
                         tried.model,
@@ -264,11 +266,11 @@ def _export(
                     # called: hardly any of it is, and that takes a third of the time of an export.
                     with _use_lazy_graph_module(True), suspended() as resumed:
                         whole.around = partial(watched, whole, resumed, changed)
-                        with noticed() as lost:
+                        with noticed() as lost, own_caches(original):
                             found = torch.export.export(whole, args, kwargs, strict=False)
                         if not lost:
                             return found
-                        with marked():
+                        with marked(), own_caches(original):
                             return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
                 if copies.used:  # perhaps because of that

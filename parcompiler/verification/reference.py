@@ -31,6 +31,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
+from parcompiler.capture.caches import own_caches
 from parcompiler.capture.inputs import with_tensors
 from parcompiler.capture.lift import lifted, lifting
 from parcompiler.capture.loss import PREFIX, WithLoss
@@ -115,6 +116,7 @@ class Original:
         else:
             dtype = lambda tensor: tensor.dtype  # noqa: E731
         self._stack.enter_context(untouched(self.whole, dtype))
+        self._stack.enter_context(own_caches(self.whole))
         self.parameters = dict(_named(self.whole.named_parameters()))
         if self._nudged:
             self._nudge()
