@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from tests.architecture_kinds import (
     BACKBONE,
@@ -577,6 +578,86 @@ COMBINED: dict[str, Builder] = {
         **SIZES,
         visual_embedding_dim=8,
     ),
+}
+
+
+class OfOneSize(nn.Module):
+    """A model of vision and language whose images all have 4 x 4 patches."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        """Its outputs, with the positions of a row in that row."""
+        grid = torch.tensor([[1, 4, 4]] * ROWS)
+        positions = inputs.pop("position_ids").transpose(0, 1)
+        return self.whole(image_grid_thw=grid, position_ids=positions, use_cache=False, **inputs)
+
+
+def qwen(name: str, **vision: Any) -> Builder:
+    """A model that counts the patches of images in Python."""
+
+    def make() -> Case:
+        kind = getattr(transformers, name)
+        rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+        sizes = {**GROUPED, "hidden_size": 32, "head_dim": 8, "rope_parameters": rotary}
+        config = kind.config_class(text_config=sizes, vision_config=vision, image_token_id=5)
+        places = torch.full((ROWS, 4), 5)
+        text = torch.cat([places, tokens().clamp(min=6)], 1)
+        pixels = normal(16, 3 * config.vision_config.temporal_patch_size * 4**2).flatten(0, 1)
+        inputs = {
+            "input_ids": text,
+            "labels": text,
+            "pixel_values": pixels,
+            "position_ids": torch.arange(text.shape[1]).repeat(ROWS, 3, 1),
+        }
+        return OfOneSize(kind(config)), inputs, None
+
+    return make
+
+
+def vilt(more: dict[str, Any]) -> Case:
+    """A model of images that takes all patches of one that its mask has."""
+    make = model(
+        "ViltForQuestionAnswering",
+        lambda: {
+            "input_ids": tokens(),
+            "pixel_values": images(),
+            "labels": normal(3).softmax(-1),
+            **more,
+        },
+        **SIZES,
+        image_size=32,
+        patch_size=8,
+        num_labels=3,
+        max_image_length=-1,
+    )
+    return make()
+
+
+_QWEN: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 4}
+COMBINED |= {
+    "qwen2-vl": qwen("Qwen2VLForConditionalGeneration", embed_dim=32, hidden_size=32, **_QWEN),
+    "qwen2.5-vl": qwen(
+        "Qwen2_5_VLForConditionalGeneration",
+        hidden_size=32,
+        intermediate_size=32,
+        out_hidden_size=32,
+        window_size=16,
+        fullatt_block_indexes=[1],
+        **_QWEN,
+    ),
+    "qwen3-vl": qwen(
+        "Qwen3VLForConditionalGeneration",
+        hidden_size=32,
+        intermediate_size=32,
+        out_hidden_size=32,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0, 1],
+        **_QWEN,
+    ),
+    "vilt": lambda: vilt({}),
 }
 
 

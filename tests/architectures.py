@@ -15,16 +15,24 @@ from tests.architecture_kinds import (
     T5,
     Builder,
     Case,
-    images,
     integers,
     mask,
     model,
     normal,
     text,
 )
-from tests.architecture_senses import COMBINED, OTHERS, SERIES, SOUND, SPEECH, VISION, series
+from tests.architecture_senses import (
+    COMBINED,
+    OTHERS,
+    SERIES,
+    SOUND,
+    SPEECH,
+    VISION,
+    series,
+    vilt,
+)
 from tests.architecture_text import CAUSAL, MASKED, SEQUENCES
-from tests.zoo import VOCABULARY, tokens
+from tests.zoo import ROWS, VOCABULARY, tokens
 
 ALL: dict[str, Builder] = {
     **CAUSAL,
@@ -136,19 +144,7 @@ REFUSED: dict[str, tuple[Builder, str]] = {
         r"mlp.experts'.*for expert_idx in expert_hit",
     ),
     "vilt: as many patches as an image's mask has": (
-        model(
-            "ViltForQuestionAnswering",
-            lambda: {
-                "input_ids": tokens(),
-                "pixel_values": images(),
-                "labels": normal(3).softmax(-1),
-            },
-            **SIZES,
-            image_size=32,
-            patch_size=8,
-            num_labels=3,
-            max_image_length=-1,
-        ),
+        lambda: vilt({"pixel_mask": torch.ones(ROWS, 32, 32, dtype=torch.long)}),
         r"'vilt.embeddings'.*modeling_vilt.py:\d+",
     ),
     "wav2vec2: a loss on as many labels as are not padding": (

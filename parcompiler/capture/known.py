@@ -53,7 +53,13 @@ _QUESTIONS: dict[Any, Callable[[torch.Tensor], Any]] = {
 _YES_OR_NO = (torch.Tensor.__bool__, torch.Tensor.item)
 _FACTORIES = frozenset("zeros ones full arange tensor eye linspace scalar_tensor".split())
 _LIKE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
-_SIZED = frozenset("view reshape expand repeat tile unflatten split narrow".split())
+_SIZED = frozenset("view reshape expand repeat tile unflatten split narrow pad".split())
+_LOOP = (
+    "cannot capture a loop over as many rows as the values of tensors decide (over the experts "
+    "that were hit): let it go through all, hit or not (for expert in range(num_experts)), or take "
+    "a mixture without one (experts_implementation='grouped_mm' in the configuration, where "
+    "transformers has it)"
+)
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
 
 
@@ -123,6 +129,8 @@ class Known(ModelMode):
             return iter(self._followed(torch.unbind, args, {}, list(func(*args))))
         name = getattr(func, "__name__", "")
         args, kwargs = self._with_numbers(name, args, kwargs)
+        if name == "unbind" and _without_numbers(args[0]):  # so a loop begins
+            raise CaptureError(_LOOP)
         result = func(*args, **kwargs)
         _check_registered(func, args, result)
         if self._assume(name, args, result):

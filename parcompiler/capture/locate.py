@@ -53,6 +53,10 @@ _OTHER_ADVICE = {  # by a word of the error or of the line that is named
         "torch.export loses what made a tensor: a forward that asks for gradients itself "
         "(torch.autograd.grad, backward) cannot be divided; write the derivative out"
     ),
+    "data is not allocated yet": (
+        "the values of traced tensors are read, in a tensor or an index that is made of a list of "
+        "tensors: make it with torch.stack (and not one of which values decide how many it has)"
+    ),
     "torch/nn/modules/rnn.py": (
         "packed sequences have lengths that are values of a tensor: they cannot be divided; give "
         "the layer padded rows, and mask what it makes of the padding"

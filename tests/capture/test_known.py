@@ -1,6 +1,7 @@
 """Questions about values: answered from constants and for assertions, refused for the batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,12 @@ def overwritten_by_an_operator(x: torch.Tensor) -> torch.Tensor:
     return x.cos() if mask.any() else x.sin()
 
 
+def padding(x: torch.Tensor) -> torch.Tensor:
+    sizes: Any = torch.tensor(2), torch.tensor(3) - 1
+    x = nn.functional.pad(x.cos(), sizes, mode="reflect")
+    return x[:, torch.tensor(4) :] if x.shape[-1] == WIDTH + 4 else x.sin()
+
+
 def asserting(x: torch.Tensor) -> torch.Tensor:
     assert (x < 9).all(), "large"
     assert not (x > 9).any()
@@ -115,6 +122,7 @@ def dropping_never(x: torch.Tensor) -> torch.Tensor:
         split_by_a_grid,
         gathering_numbers,
         of_a_typed_constructor,
+        padding,
         asserting,
         refusing,
         checking_numbers,
@@ -249,6 +257,42 @@ def test_what_the_batch_decides_is_refused(step: Step) -> None:
     with pytest.raises(CaptureError, match="values of tensors") as error:
         operators(step)
     assert "test_known.py" in str(error.value)
+
+
+class Experts(nn.Module):
+    """A mixture whose experts take their rows one after the other."""
+
+    def __init__(self, *, hit: bool) -> None:
+        super().__init__()
+        self.hit = hit
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        mask = nn.functional.one_hot(chosen, 4).permute(2, 1, 0)
+        hit = torch.greater(mask.sum((-1, -2)), 0).nonzero() if self.hit else range(4)
+        out = torch.zeros_like(x)
+        for expert in hit:
+            place, row = torch.where(mask[expert].squeeze(0))
+            found = x[row] @ self.experts[expert].squeeze(0)
+            out.index_add_(0, row, found * weights[row, place, None])
+        return out.sum()
+
+
+def test_a_loop_over_all_experts_is_captured_and_one_over_those_hit_named() -> None:
+    assert capture(Experts(hit=False), {"x": rows(WIDTH)}).parameters
+    with pytest.raises(CaptureError, match=r"for expert in range(?s:.*)for expert in hit"):
+        capture(Experts(hit=True), {"x": rows(WIDTH)})
+
+
+def test_a_list_of_tensors_as_an_index_is_named() -> None:
+    def indexing(x: torch.Tensor) -> torch.Tensor:
+        best = (x.argmax(-1) % 2).unbind()
+        return torch.index_put(x, (torch.tensor(best), torch.tensor(best)), x[0, 0])
+
+    with pytest.raises(CaptureError, match=r"made of a list of tensors: make it with torch.stack"):
+        operators(indexing)
 
 
 def test_a_large_constant_is_not_computed() -> None:
