@@ -43,8 +43,7 @@ def write_batches(graph: fx.Graph, owner: torch.nn.Module) -> None:
         tensors = [node for node in operands if node.op != "get_attr"]
         values = [node.meta.get("val") for node in tensors]
         fakes = [value for value in values if isinstance(value, FakeTensor)]
-        trained = any(fake.requires_grad for fake in fakes)
-        if fakes and len(fakes) == len(values) and all(_is_plain(node, trained) for node in region):
+        if fakes and len(fakes) == len(values) and all(map(_is_plain, region)):
             results = [node for node in region if not inside.issuperset(node.users)]
             _exchange(graph, region, tensors, results, _traced(owner, region, operands, results))
 
@@ -64,14 +63,14 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
                 region = []
 
 
-def _is_plain(node: fx.Node, trained: bool) -> bool:
+def _is_plain(node: fx.Node) -> bool:
     """Whether a node of a region is an operator, or belongs to the transform or an index."""
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = arguments_of(node)
         return node.target.namespace == "aten" and not any(map(arguments.get, _MODES))
-    if name == "flat_apply":  # with a gradient of its own, which the operator would not have
-        return not trained and _INDEX in node.args
+    if name == "flat_apply":  # of a Function, which but for this has a gradient of its own
+        return _INDEX in node.args
     return node.op == "get_attr" or node.target is operator.getitem or name in _OF_VMAP
 
 

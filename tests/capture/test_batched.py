@@ -64,7 +64,14 @@ def masked(self: Mapped, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     return allowed.to(x.dtype) @ x
 
 
-@pytest.mark.parametrize("step", [layer, nested, in_place, masked])
+def indexed(self: Mapped, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """The same with an index into what has a gradient."""
+    with torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex():
+        y: torch.Tensor = torch.vmap(lambda kind: x[kind, kind].sin())(kinds)
+    return x * y[:, None]
+
+
+@pytest.mark.parametrize("step", [layer, nested, in_place, masked, indexed])
 def test_a_mapped_function_computes_what_it_maps(step: Step) -> None:
     torch.manual_seed(0)
     model = Mapped(step)
