@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -212,7 +213,7 @@ class Known(ModelMode):
         """The tensor of integers that the model has here, if no state dict has it."""
         if not self._reads_fixed:
             return None
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_functorch_wrapped_tensor(tensor):
             return None  # a traced one, within torch.vmap
         if type(tensor) is torch.Tensor:  # not traced: an attribute
             return tensor if id(tensor) not in self._homes and _is_of_integers(tensor) else None

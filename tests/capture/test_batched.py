@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 import parcompiler as pc
 from parcompiler.capture import capture
@@ -59,14 +60,14 @@ def masked(self: Mapped, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
 
     places = torch.arange(len(x))
     mapped = torch.vmap(torch.vmap(mask, in_dims=(None, 0)), in_dims=(0, None))
-    with torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex():
+    with TransformGetItemToIndex():
         allowed: torch.Tensor = mapped(places, places)
     return allowed.to(x.dtype) @ x
 
 
 def indexed(self: Mapped, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """The same with an index into what has a gradient."""
-    with torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex():
+    with TransformGetItemToIndex():
         y: torch.Tensor = torch.vmap(lambda kind: x[kind, kind].sin())(kinds)
     return x * y[:, None]
 

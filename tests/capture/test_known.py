@@ -57,7 +57,8 @@ def by_grid(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     areas = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
     bounds = nn.functional.pad(areas.cumsum(0), (1, 0))
     parts = x.split((bounds[1:] - bounds[:-1]).tolist(), 1)
-    frames, height, width = grid[0]
+    sizes: Any = grid[0]
+    frames, height, width = sizes
     parts[0].view(len(x), height, width)
     images = parts[0].reshape(-1, frames // 2, height, width)
     assert isinstance(areas.shape[0], int)
