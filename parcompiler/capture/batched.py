@@ -98,7 +98,8 @@ def _traced(
     run = fx.Interpreter(fx.GraphModule(owner, body)).run
     with warnings.catch_warnings(), preserve_node_meta(), fakes[0].fake_mode:
         warnings.simplefilter("ignore")  # an operator without a rule for batches runs in a loop
-        return make_fx(run)(*fakes).graph
+        # With a table of its own torch 2.14 keeps `detach`, which it writes as `alias` else.
+        return make_fx(run, decomposition_table={})(*fakes).graph
 
 
 def _exchange(
