@@ -82,6 +82,7 @@ class Updates:
         self.handed_out = False  # parameters, into which their user may write
         self._pushes = [x for x in program.instructions if x.kind is Kind.PUSH_PULL]
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
+        self._agree = self._ones().bool()  # whether the scales of all ranks are one
         self.rounds: Rounds | None = None
         self.serving: Serving | None = None
 
@@ -284,13 +285,22 @@ class Updates:
             raise InputError(message)
 
     def _is_good(self) -> bool:
-        """Whether the step is to be made, which is the same on all ranks; the scale takes note."""
+        """Whether the step is to be made, which is the same on all ranks; the scale takes note.
+        Raises InputError on all where some have another scale: their gradients are of different
+        losses."""
         if self.scale is None and not self.error_if_nonfinite:
             return True
         size = self._measured() if self.norm is None else self.norm
         self.norm = size
-        finite = bool(size.isfinite())
+        both = (size.isfinite() + 2 * self._agree).item()  # the host waits once
+        finite = both % 2 == 1
         if self.scale is not None:
+            if both < 2:
+                message = (
+                    f"loss_scale is {self.scale.value:g} on this rank and another one on others: "
+                    "set it on all ranks alike"
+                )
+                raise InputError(message)
             self.scale.update(finite)
         return finite
 
@@ -316,22 +326,15 @@ class Updates:
         return size
 
     def _total_of(self, squares: torch.Tensor) -> None:
-        """Add up the squares of all ranks, in place. Raises InputError on all of them where the
-        scale of the loss was set on some alone: their gradients are of different losses."""
+        """Add up the squares of all ranks, in place, and note whether their scales are one."""
         if self.scale is None:
             self._total(squares)
             return
-        sums = torch.stack(
-            [squares, squares.new_tensor(self.scale.value), torch.ones_like(squares)]
-        )
+        sums = squares.new_tensor([0.0, self.scale.value, 1.0])
+        sums[0] = squares
         self._total(sums)
         squares.copy_(sums[0])
-        if not math.isclose(sums[1].item(), self.scale.value * sums[2].item(), rel_tol=1e-9):
-            message = (
-                f"loss_scale is {self.scale.value:g} on this rank and another one on others: set "
-                "it on all ranks alike"
-            )
-            raise InputError(message)
+        self._agree = (sums[1] / sums[2] / self.scale.value - 1).abs() < 1e-9
 
     def _raw(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The gradients that backwards have made, by name."""
