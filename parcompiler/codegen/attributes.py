@@ -151,6 +151,8 @@ def _module(
     stack = node.meta.get("nn_module_stack")
     if not stack or not isinstance(node.target, torch._ops.OpOverload) or not steps(node):
         return None
+    if not isinstance(node.meta["val"], torch.Tensor):  # statistics too: `native_layer_norm`
+        return None
     package, _, name = str(list(stack.values())[-1][1]).rpartition(".")
     known = package.startswith("torch.nn.modules.") and steps(node)[-1].path == path
     if not known or name not in MODULES or "synchronized" in node.meta:

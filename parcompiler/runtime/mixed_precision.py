@@ -52,7 +52,7 @@ class LossScale:
 
     def set(self, value: float) -> None:
         """Go on from another scale. Raises InputError unless it is finite and positive."""
-        if not (math.isfinite(value) and value > 0):
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
             message = f"the scale of the loss must be finite and positive ({value!r} given)"
             raise InputError(message)
         self.value, self.good = float(value), 0

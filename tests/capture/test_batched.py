@@ -21,6 +21,9 @@ class Mapped(nn.Module):
         super().__init__()
         self.step = (step,)
         self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
+        )
         self.tables = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
@@ -90,13 +93,21 @@ def test_a_mapped_function_computes_what_it_maps(step: Step) -> None:
         (loss,) = graph(*map(fed.__getitem__, names))
         wanted = model(**inputs)
         assert torch.equal(loss, wanted)
-        parameters = [p for p in model.parameters() if step is nested or p is not model.tables]
+        unread = {*model.layers.parameters(), *([] if step is nested else [model.tables])}
+        parameters = [p for p in model.parameters() if p not in unread]
         gradients = torch.autograd.grad(wanted, parameters)
         torch.testing.assert_close(torch.autograd.grad(loss, parameters), gradients)
 
 
-def test_a_mapped_function_over_two_stages() -> None:
+def normed(self: Mapped, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    for each in self.layers:
+        x = x + torch.vmap(each)(x)  # the operator of a norm yields statistics too
+    return x
+
+
+@pytest.mark.parametrize("step", [nested, normed])
+def test_a_mapped_function_over_two_stages(step: Step) -> None:
     torch.manual_seed(0)
     inputs = {"x": torch.randn(ROWS, WIDTH), "kinds": torch.tensor([0, 1, 0])}
-    program = pc.compile(Mapped(nested), pc.Mesh(pipeline=2), inputs, microbatches=2)
+    program = pc.compile(Mapped(step), pc.Mesh(pipeline=2), inputs, microbatches=2)
     assert program.verify().gradient_error <= 1e-9

@@ -184,7 +184,8 @@ def test_what_cannot_be_scaled_or_kept_is_refused(single: pc.Program, half: pc.P
         with pytest.raises(pc.InputError, match="scaled in float16 alone"):
             worker.loss_scale = 2.0
     with half.worker() as worker:
-        for wrong in (0.0, float("inf"), -1.0):
+        wrong: Any
+        for wrong in (0.0, float("inf"), -1.0, "1"):
             with pytest.raises(pc.InputError, match="must be finite and positive"):
                 worker.loss_scale = wrong
 
