@@ -171,8 +171,6 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
         reason = f"needs a synchronous schedule ({options.schedule!r} updates inside the step)"
     elif options.zero not in ("auto", 0) and wanted.compression not in ("bf16", "fp16"):
         reason = f"does not go with zero={options.zero}: every rank that updates has whole states"
-    elif wanted.compression in ("bf16", "fp16") and options.narrow is not None:
-        reason = f"saves nothing: gradients are in 16 bits (precision={options.precision!r})"
     elif (wanted.separate or packed) and options.precision == "fp16":
         reason = "needs one scale of the loss and finite gradients: take precision='bf16'"
     if reason:

@@ -34,7 +34,8 @@ class Parameter:
     that are not persistent, of parameters of the loss. Where tensor ranks hold pieces of it,
     `shape` is that of a largest piece and `shard` says which. Of its first dimension, of so many
     `experts`, expert ranks hold equal pieces (0: all hold the whole). Where its gradient is rows, a
-    step has so many `looked_up` on all data ranks (0: the gradient is whole).
+    step has so many `looked_up` on all data ranks (0: the gradient is whole). Where a 16-bit one
+    `has_master`, which the optimizer changes, its gradients are added up in float32.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Parameter:
     unsaved: tuple[str, ...] = ()
     experts: int = 0
     looked_up: int = 0
+    has_master: bool = False
 
     @property
     def whole(self) -> Parameter:
@@ -68,10 +70,15 @@ class Parameter:
         return self.numel * self.dtype.itemsize
 
     @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added up, and that of the optimizer's states."""
+        return torch.float32 if self.has_master else self.dtype
+
+    @property
     def gradient_nbytes(self) -> int:
         """Bytes of its gradient in a step: of rows, those of all data ranks and their numbers."""
         if not self.looked_up:
-            return self.nbytes
+            return self.numel * self.wide_dtype.itemsize
         return self.looked_up * (self.nbytes // self.shape[0] + torch.int64.itemsize)
 
     @property

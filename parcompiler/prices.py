@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from parcompiler.cost import collective
 from parcompiler.data_updates import is_factored
-from parcompiler.graph import Parameter
 from parcompiler.instruction import Instruction, Kind, is_of_experts
 from parcompiler.lower import lower
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
@@ -164,11 +163,12 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
         elif lowered.zero and item in lowered.buckets:
             action = "reduce-scatter"
         if line.kind is Kind.PUSH_PULL:
-            return 2 * server_seconds(problem, lowered, line, nbytes)
+            weights = sum(by_name[name].nbytes for name in item.names)
+            return sum(server_seconds(problem, lowered, line, each) for each in (nbytes, weights))
         ranks = lowered.grid.replicas(line.ranks, expert=0 if is_of_experts(line) else None)
         rounds = updates.every if line.kind is Kind.AVERAGE_PARAMETERS else 1
         if line.kind is Kind.AVERAGE_PARAMETERS:
-            nbytes = sum(master_bytes(problem, by_name[name]) for name in item.names)
+            nbytes = sum(by_name[name].gradient_nbytes for name in item.names)  # as its master
         return collective.joined(problem.mesh, action, nbytes, ranks) / rounds
 
     return seconds
@@ -207,13 +207,9 @@ def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
     for rank in range(lowered.size):
         own = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
         states = sum(item.numel * problem.bytes_of(item)[2] for item in own)
-        loads.append((sum(2 * (problem.sharers(x) - 1) * x.nbytes for x in own), states))
+        both = (((problem.sharers(x) - 1) * (x.gradient_nbytes + x.nbytes)) for x in own)
+        loads.append((sum(both), states))
     return max(loads)
-
-
-def master_bytes(problem: Problem, item: Parameter) -> int:
-    """Bytes of what the optimizer changes of a parameter: the master of one in 16 bits."""
-    return item.numel * 4 if item.dtype == problem.options.narrow else item.nbytes
 
 
 def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
@@ -227,7 +223,7 @@ def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
     return sum(
         (x.shape[0] + x.numel // x.shape[0]) * rank * max(4, x.dtype.itemsize)
         if is_factored(x.shape, rank)
-        else x.nbytes
+        else x.gradient_nbytes
         for x in tensors
     )
 

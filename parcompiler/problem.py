@@ -60,7 +60,7 @@ def bucket_size(graph: Graph, pipeline: int) -> int:
 
     Small models have small buckets, or the staging copy would be much of their memory.
     """
-    trained = sum(item.nbytes for item in graph.parameters if item.trainable)
+    trained = sum(item.gradient_nbytes for item in graph.parameters if item.trainable)
     return min(BUCKET, max(SMALL_BUCKET, trained // pipeline // PARTS))
 
 
@@ -273,7 +273,7 @@ class Problem:
             return count * max(collective.joined(self.mesh, action, each, row) for row in rows)
 
         def summed(block: Block, expert: int | None) -> float:
-            trained = [x.nbytes for x in self._shared(block, expert) if x.trainable]
+            trained = [x.gradient_nbytes for x in self._shared(block, expert) if x.trainable]
             buckets = min(len(trained), math.ceil(sum(trained) / self.bucket))  # tensors stay whole
             return known("reduce-scatter", sum(trained), max(1, buckets), expert)
 
@@ -301,7 +301,7 @@ class Problem:
     def _for_alike(self, item: Parameter, find: Callable[[Parameter], Found]) -> Found:
         """`find(item)`, computed once for parameters of equal shape and dtype: layers are many."""
         key = (find.__name__, item.shape, item.dtype, item.trainable, item.buffer, item.experts,
-               item.looked_up)  # fmt: skip
+               item.looked_up, item.has_master)  # fmt: skip
         if key not in self._alike:
             self._alike[key] = find(item)
         found: Found = self._alike[key]
@@ -323,10 +323,9 @@ class Problem:
 
     def bytes_of(self, item: Parameter) -> tuple[int, int, int]:
         """Bytes of an element of a parameter, of its gradient, and of its optimizer states."""
-        narrow, value = item.dtype == self.options.narrow, item.dtype.itemsize
-        wide = 4 if narrow else item.dtype.itemsize  # of gradients, masters and states
+        value, wide = item.dtype.itemsize, item.wide_dtype.itemsize
         every = bytes_per_parameter(
-            self.options.optimizer, item.dtype, trainable=item.trainable, masters=narrow
+            self.options.optimizer, item.dtype, trainable=item.trainable, masters=item.has_master
         )
         gradient, kept = wide * item.trainable, self._kept * wide * item.trainable
         return value, gradient, every - value - gradient + kept
@@ -390,7 +389,7 @@ class Problem:
         return self._for_alike(item, self._update_seconds) if item.trainable else 0.0
 
     def _update_seconds(self, item: Parameter) -> float:
-        optimizer, narrow = self.options.optimizer, item.dtype == self.options.narrow
+        optimizer, narrow = self.options.optimizer, item.has_master
 
         def on(device: Device) -> float:
             # As scripts step: on a GPU, and where layers are compiled.
@@ -401,7 +400,7 @@ class Problem:
                 moved = item.looked_up * (item.numel // item.shape[0])
             nbytes = each * moved
             bandwidth = device.memory_bandwidth * device.efficiency.traffic(nbytes)
-            kernels = 3 * narrow + (1 if fused else each // (3 * item.dtype.itemsize))
+            kernels = 2 * narrow + (1 if fused else each // (3 * item.dtype.itemsize))
             products = multiplied_in_update(optimizer, item.shape) / device.peak(torch.bfloat16)
             products *= self._fullest if products and self.zero else 1.0
             moving = nbytes / bandwidth + kernels * device.launch_overhead if each else 0.0
@@ -420,7 +419,7 @@ class Problem:
         summed = [x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1]
         ranks = min(map(self.sharers, summed), default=1)
         packed = self.options.compression is not None  # it is sent, and others' are received
-        size = min(self.bucket, sum(item.nbytes for item in summed)) * (1 + packed)
+        size = min(self.bucket, sum(item.gradient_nbytes for item in summed)) * (1 + packed)
         if self.scatters:  # and what comes of it
             size = max(size, self.largest_gradient) * (ranks + 1) // ranks
         return max(size, self.largest_gradient if self.zero else 0)
@@ -431,7 +430,7 @@ class Problem:
         the data ranks is copied into shards of equal length."""
         summed = (x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1)
         copied = (x for x in summed if self.scatters or (x.shape and x.shape[0] % self.sharers(x)))
-        return max((item.nbytes for item in copied), default=0)
+        return max((item.gradient_nbytes for item in copied), default=0)
 
     def carried(self, node: fx.Node) -> float:
         """Seconds to move a value between pipeline neighbours, over their slowest link.

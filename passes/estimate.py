@@ -289,7 +289,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     largest = max((bucket.size for bucket in buckets), default=0)
     return Exchanged(
         level=level,
-        made=tuple(sum(item.nbytes for item in own) for own in trained),
+        made=tuple(sum(item.gradient_nbytes for item in own) for own in trained),
         gathered=tuple(map(problem.unit_bytes, parts)) if problem.gathers else (),
         units=units,
         repeats=problem.mesh.pipeline > 1,

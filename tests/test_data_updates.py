@@ -67,7 +67,7 @@ def test_options_come_back_from_the_value(options: dict[str, Any]) -> None:
         ({"compression": "powersgd", "zero": 1}, "does not go with zero=1"),
         ({"compression": "powersgd", "zero": 3}, "does not go with zero=3"),
         ({"updates": "asynchronous", "schedule": "pipedream"}, "pipedream"),
-        ({"compression": "fp16", "precision": "bf16"}, "saves nothing: gradients are in 16 bits"),
+        ({"compression": "bf16", "precision": "fp16"}, "needs one scale of the loss"),
         ({"updates": "local", "precision": "fp16"}, "needs one scale of the loss"),
     ],
 )
@@ -105,7 +105,10 @@ def test_a_plan_keeps_its_way_and_refuses_another() -> None:
         small(plan=other, compression="fp16")
 
 
-def test_fewer_bytes_are_sent_and_predicted() -> None:
-    whole, packed = small().report(), small(compression="bf16").report()
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_fewer_bytes_are_sent_and_predicted(precision: str | None) -> None:
+    options = {"precision": precision, "zero": 0}
+    whole, packed = small(**options).report(), small(**options, compression="bf16").report()
+    assert {rank.nbytes for rank in whole.averaged} == {4 * (4 * 4 + 4 + 4 + 1)}
     assert [rank.nbytes for rank in packed.averaged] == [r.nbytes // 2 for r in whole.averaged]
     assert "rounded to 8 bits" in str(packed)

@@ -54,7 +54,10 @@ def _lift(graph: Graph, dtype: torch.dtype) -> Graph:
         contexts = node.meta.get("contexts", ())
         node.meta["contexts"] = tuple(c for c in contexts if c[0] != "autocast")
     return lifted.rewritten(
-        parameters=tuple(replace(item, dtype=_in(dtype, item.dtype)) for item in graph.parameters),
+        parameters=tuple(
+            replace(item, dtype=_in(dtype, item.dtype), has_master=False)
+            for item in graph.parameters
+        ),
         inputs=tuple(replace(item, dtype=_in(dtype, item.dtype)) for item in graph.inputs),
         narrow=None,
     )

@@ -104,9 +104,14 @@ def capture_in(
         with in_modes(model, graph.modes):
             return capture_in(dtype, model, other, loss, outputs)
 
-    return dataclasses.replace(
-        graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks, recapture=recapture
+    parameters = tuple(
+        dataclasses.replace(item, has_master=item.trainable and item.dtype == dtype)
+        for item in graph.parameters
     )
+    return dataclasses.replace(
+        graph, parameters=parameters, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks,
+        recapture=recapture,
+    )  # fmt: skip
 
 
 def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:

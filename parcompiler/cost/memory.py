@@ -11,7 +11,7 @@ states of the optimizer in float32. (ZeRO, Rajbhandari et al., 2020, section 3.1
 >>> bytes_per_parameter("adamw", torch.float16, masters=True)
 18
 >>> moved_in_update("adamw", torch.float16, masters=True, fused=True)
-48
+42
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def moved_in_update(
 ) -> int:
     """The bytes that the optimizer's step reads and writes for one element of a trained parameter.
 
-    Masters take its gradient in float32, times the scale, and are written back (as
+    Masters take its gradient, which is in float32, times the scale, and are written back (as
     `runtime.mixed_precision` does); their optimizer works in float32. `fused`: in one kernel.
     """
     values = _MOVED[optimizer][not fused]
     if not masters:
         return dtype.itemsize * values
     wide = torch.float32.itemsize
-    between = 2 * (dtype.itemsize + wide) + 2 * wide if values else 0
+    between = 2 * wide + wide + dtype.itemsize if values else 0
     return wide * values + between

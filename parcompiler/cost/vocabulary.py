@@ -85,6 +85,7 @@ def _piece(item: Parameter, ranks: int) -> Parameter:
         dtype=item.dtype,
         trainable=item.trainable,
         buffer=item.buffer,
+        has_master=item.has_master,
     )
 
 

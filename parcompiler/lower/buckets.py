@@ -172,7 +172,7 @@ def _filled(items: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
     for same in alike.values():
         part: list[Parameter] = []
         for item in same:
-            if part and sum(p.nbytes for p in part) + item.nbytes > most:
+            if part and sum(p.gradient_nbytes for p in (*part, item)) > most:
                 yield part
                 part = []
             part.append(item)

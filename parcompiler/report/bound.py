@@ -237,7 +237,9 @@ def _narrowed(
     narrowed = problem.anew(options=replace(problem.options, precision="bf16"))
     trained = [item for item in problem.graph.parameters if item.trainable]
     update = sum(map(problem.update_seconds, trained)) or 1.0
-    with_masters = (replace(x, dtype=narrow) if x.dtype == wide else x for x in trained)
+    with_masters = (
+        replace(x, dtype=narrow, has_master=True) if x.dtype == wide else x for x in trained
+    )
     scales: dict[str, float] = {
         "arithmetic": slower,
         OPTIMIZER: sum(map(narrowed.update_seconds, with_masters)) / update,

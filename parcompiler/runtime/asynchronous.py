@@ -33,7 +33,7 @@ from torch import nn
 from parcompiler.runtime.axis import flattened, unflattened
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.failure import Watch
-from parcompiler.runtime.mixed_precision import Masters
+from parcompiler.runtime.mixed_precision import Masters, wide_dtype
 from parcompiler.runtime.program import RankProgram
 
 GRACE = 2.0  # s that threads have to end
@@ -239,9 +239,10 @@ class Serving:
         else:
             # The main thread may be in a backward: no gradient of its parameters may be looked at.
             numbers = 1 + len(self._parameters) + len(self._options)
-            shapes = self._flat({name: p.detach() for name, p in self._parameters.items()})
-            message = [torch.zeros(numbers, dtype=torch.float64), *shapes]
-            for tag, tensor in zip((HEADER, *[GRADIENT] * len(shapes)), message, strict=True):
+            named = self._parameters.items()
+            flats = self._flat({n: p.new_empty(p.shape, dtype=wide_dtype(p)) for n, p in named})
+            message = [torch.zeros(numbers, dtype=torch.float64), *flats]
+            for tag, tensor in zip((HEADER, *[GRADIENT] * len(flats)), message, strict=True):
                 self._channels.receive_beside(tensor, self._ranks[r], tag)
         assert self._stepper is not None, "a gradient comes from a rank that has an optimizer"
         with self._lock:
@@ -264,7 +265,10 @@ class Serving:
     def _gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by name, zeros for parameters without."""
         named = self._parameters.items()
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype) for n, p in named}
+        return {
+            n: torch.zeros_like(p, dtype=wide_dtype(p)) if p.grad is None else p.grad
+            for n, p in named
+        }
 
     def _header(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> torch.Tensor:
         """The factor, which parameters have gradients, and the numbers of the optimizer."""

@@ -99,13 +99,13 @@ class Axis:
     def all_reduce_at_last(self, key: int, summand: torch.Tensor) -> torch.Tensor | None:
         """The sum over the ranks of all summands of a step; None before the last backward. Those of
         16 bits are added up in float32."""
-        before, dtype = self.summands.pop(key, None), summand.dtype
+        total = summand.to(torch.float32) if summand.dtype.itemsize == 2 else summand
+        if (before := self.summands.pop(key, None)) is not None:
+            total = before + total
         if self.more:
-            wide = summand.to(torch.float32) if dtype.itemsize == 2 else summand
-            self.summands[key] = wide if before is None else before + wide
+            self.summands[key] = total
             return None
-        summand = summand if before is None else (before + summand).to(dtype)
-        return self.all_reduce(summand)
+        return self.all_reduce(total)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over the ranks, element by element."""

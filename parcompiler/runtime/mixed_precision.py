@@ -6,16 +6,16 @@
                optimizer ◄── unscaled, clipped ◄── sum of all micro-batches (float32)
 
 The optimizer changes masters, and checkpoints hold them. A micro-batch has gradients in 16 bits,
-which are added up in float32: a sum in bfloat16 stops growing when it is 256 times its summands.
-Between ranks sums go in 16 bits, once a step or, where data ranks keep pieces of gradients, once a
-micro-batch. Parameters that are float32 in a 16-bit program (batch norms) are their own masters;
-frozen ones have none. Gradients that are rows of a table stay as autograd has them.
+which are added up in float32, over micro-batches and over ranks: a sum in bfloat16 stops growing
+when it is 256 times its summands, and every rank that it passes would round it (as in Megatron-LM;
+Llama Team 2024, arXiv:2407.21783, section 3.3.2). Parameters that are float32 in a 16-bit program
+(batch norms) are their own masters; frozen ones have none.
 
 So that small gradients are not zero in float16, the loss is multiplied by the scale before its
 backward, and gradients are divided by it in float32. When a gradient is not finite the step is
 skipped and the scale halved; after so many good steps in a row it is doubled (Micikevicius et al.
 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.2; the numbers are those of
-`torch.amp.GradScaler`).
+`torch.amp.GradScaler`). Training that has come below the least scale would skip every step.
 
 >>> scale = LossScale(8.0, interval=2)
 >>> for good in (False, True, True, True):
@@ -39,6 +39,7 @@ GROWTH = 2.0
 BACKOFF = 0.5
 INTERVAL = 2000  # good steps in a row
 INITIAL = 2.0**16
+LEAST = 2.0**-14  # below it the loss itself, times the scale, loses digits in float16
 
 
 @dataclass

@@ -25,6 +25,7 @@ import torch
 from parcompiler.instruction import BACKWARDS, ROWS, Instruction, Kind
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.collective_queue import Pending
+from parcompiler.runtime.mixed_precision import wide_dtype
 from parcompiler.runtime.powersgd import PowerSGD
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.zero import DataParts, flat
@@ -165,10 +166,10 @@ def _behind(
 
 
 def _contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor in its dtype; zeros for a tied one without, as other ranks may have
-    some."""
-    gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.to(tensor.dtype)
-    tensor.grad = in_memory(gradient)
+    """The gradient of a tensor; zeros for a tied one without, as other ranks may have some."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor, dtype=wide_dtype(tensor))
+    tensor.grad = in_memory(tensor.grad)
     return tensor.grad
 
 
@@ -179,4 +180,8 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if len(tensors) == 1 and tensors[0].grad is not None:
         return _contiguous_gradient(tensors[0])
-    return flat(tensors)
+    bucket, views = flat(tensors, wide_dtype(tensors[0]))
+    for tensor, view in zip(tensors, views, strict=True):
+        if tensor.grad is not None:
+            tensor.grad = view
+    return bucket

@@ -67,13 +67,7 @@ class Updates:
         self.scale = LossScale() if program.narrow == torch.float16 else None
         self.norm: torch.Tensor | None = None
         self._program, self._parameters = program, parameters
-        in_pieces = parts.parameters if parts is not None and parts.level > 1 else {}
-        beside = in_pieces.keys() | program.row_gradients.keys()
-        sum_in_float32(
-            parameter
-            for name, parameter in self.trained().items()
-            if parameter.dtype == program.narrow and name not in beside
-        )
+        sum_in_float32(p for p in self.trained().values() if p.dtype == program.narrow)
         self._share_out()
         self._device, self._total = device, total
         self._optimizer: torch.optim.Optimizer | None = None

@@ -43,6 +43,7 @@ from parcompiler.runtime.flight import FlightRecorder
 from parcompiler.runtime.groups import GroupOf, Patterns
 from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
 from parcompiler.runtime.joining import host, meet, rank_device, start
+from parcompiler.runtime.mixed_precision import LEAST
 from parcompiler.runtime.predicting import Predictions
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rounds import Rounds
@@ -402,7 +403,8 @@ class Worker:
         `clip_gradients` does. With `error_if_nonfinite` a step whose loss or whose gradients' norm
         is not finite raises LaunchError on every rank (with local and asynchronous updates on those
         of its data coordinate), and leaves the parameters as they were; in float16 the loss alone,
-        as steps with such gradients are skipped there. In a 16-bit program the parameters are
+        as steps with such gradients are skipped there (with it or without, until the scale of the
+        loss would be below 6e-5). In a 16-bit program the parameters are
         masters in float32. Returns the optimizer, for schedulers of its learning rate. Raises
         InputError for an optimizer that is made already, for other values, and where no parameter
         matches a pattern.
@@ -724,9 +726,11 @@ class Worker:
         apart = self.program.zero or self.program.updates.way != "all-reduce"
         with call if self._updates.exchanges or apart else nullcontext():
             updated = self._updates.apply()
-        if not updated and self._updates.scale is None:
+        scale = self._updates.scale
+        if not updated and (scale is None or scale.value < LEAST):
+            so_far = "" if scale is None else f" at any scale of the loss down to {LEAST:.2g}"
             message = (
-                f"the gradients of step {self._calls[True]} are not finite (norm: "
+                f"the gradients of step {self._calls[True]} are not finite{so_far} (norm: "
                 f"{self.gradient_norm}): the parameters are as before the step"
             )
             raise LaunchError(message)

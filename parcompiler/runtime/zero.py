@@ -241,17 +241,17 @@ class DataParts:
         none any more; then the sums are added to the gradients of parts."""
         found = [name for name in names if self.parameters[name].grad is not None]
         ranks, index = self._sharers(names[0])
+        dtype = wide_dtype(self.parameters[names[0]])
         if self.whole:
             add_up = self._channels.reduce if self._served else self._channels.sum
-            work = add_up(flat([self.parameters[n] for n in names]), ranks)
-            mine = {n: g for n in found if (g := self.parameters[n].grad) is not None}
+            bucket, views = flat([self.parameters[n] for n in names], dtype)
+            mine = {n: view for n, view in zip(names, views, strict=True) if n in found}
             for name in names:
                 self.parameters[name].grad = None
-            return Arrival([work], lambda: self._add(mine))
+            return Arrival([add_up(bucket, ranks)], lambda: self._add(mine))
         gradients = [p.grad for n in names if (p := self.parameters[n]).grad is not None]
-        like = self.parameters[names[0]]
-        alone = [g for g in gradients if len(names) == 1 and g.dtype == like.dtype]
-        segments, places = self._bucket(names, like, alone)
+        alone = [g for g in gradients if len(names) == 1 and g.dtype == dtype]
+        segments, places = self._bucket(names, dtype, alone)
         targets, rows = [], []
         for place in places:
             gradient = self.parameters[place.name].grad
@@ -322,7 +322,7 @@ class DataParts:
             return self._give(names, rows, into)
         ranks, index = self._sharers(names[0])
         memory = [self._with_memory(names[0], into)] if len(names) == 1 else []
-        segments, places = self._bucket(names, into[names[0]], memory)
+        segments, places = self._bucket(names, into[names[0]].dtype, memory)
         mine = [place for place in places if place.data == index]
         views = [_view(segments, place, rows[place.name]) for place in mine]
         if views and views[0].data_ptr() != rows[mine[0].name].data_ptr():
@@ -403,10 +403,8 @@ class DataParts:
             gradient = gradient.view_as(part)  # a scalar is a row
             if part.grad is not None:
                 part.grad.add_(gradient)
-            elif self.level > 1:  # a view of a whole bucket keeps those of other ranks in memory
-                part.grad = gradient.to(wide_dtype(part), copy=self.whole)
-            else:
-                part.grad = gradient
+            else:  # a view of a whole bucket keeps those of other ranks in memory
+                part.grad = gradient.clone() if self.whole and self.level > 1 else gradient
 
     def _share_out(self) -> None:
         """Deal the rows of all parameters, and make the parts of this rank."""
@@ -444,7 +442,7 @@ class DataParts:
         return torch.empty_like(rows, device=parameter.device)
 
     def _bucket(
-        self, names: Sequence[str], like: torch.Tensor, memory: Sequence[torch.Tensor]
+        self, names: Sequence[str], dtype: torch.dtype, memory: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[_Place]]:
         """A bucket with a segment for each data rank, all as long, and what stands where in it.
 
@@ -462,15 +460,15 @@ class DataParts:
         for tensor in memory:
             if tensor.is_contiguous() and tensor.numel() == count * longest:
                 return tensor.detach().view(count, longest), places
-        return like.new_empty(count, longest), places
+        return self.parameters[names[0]].new_empty(count, longest, dtype=dtype), places
 
 
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The gradients of some tensors as one tensor, of which they are views from now on.
-
-    A parameter without a gradient has none on any data rank, and so has none afterwards.
-    """
-    bucket = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+def flat(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gradients of some tensors as one tensor, zeros for those without, and its views that
+    are like them."""
+    bucket = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
     views = [
         piece.view_as(tensor)
         for piece, tensor in zip(bucket.split([t.numel() for t in tensors]), tensors, strict=True)
@@ -482,10 +480,9 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         else:
             targets.append(view)
             gradients.append(tensor.grad)
-            tensor.grad = view
     if targets:
         torch._foreach_copy_(targets, gradients)
-    return bucket
+    return bucket, views
 
 
 def _view(segments: torch.Tensor, place: _Place, like: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class DataRanks:
         for batch in batches:
             losses, groups = self.gradients_of_ranks(batch)
             with original.accumulating():
-                self.set_gradients(self.packed(groups))
+                original.set_gradients(self.packed(groups))
             first = first or original.gradients()
             self.update()
             means.append(torch.stack(losses).mean())
@@ -149,12 +149,6 @@ class DataRanks:
         original.set_values(first)
         return losses, groups
 
-    def set_gradients(self, gradients: Gradients) -> None:
-        """Give parameters these gradients, and the others none."""
-        for name, parameter in self._original.parameters.items():
-            found = gradients.get(name)
-            parameter.grad = None if found is None else found.to(parameter.dtype)
-
     def packed(self, groups: Sequence[Sequence[Gradients]]) -> Gradients:
         """The gradients that the data ranks make of what each of them adds, group by group."""
         pairs = [self._packed(each) for each in groups]
@@ -236,7 +230,7 @@ class DataRanks:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        self.set_gradients({})
+        self._original.set_gradients({})
 
 
 def _total(each: Sequence[Gradients]) -> Gradients:

@@ -246,6 +246,16 @@ class Original:
         named = self.masters.items()
         return {n: p.grad.clone() for n, p in named if p.grad is not None}
 
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Let backwards have left these gradients, those of 16 bits added up in float32."""
+        self._sums = {}
+        for name, parameter in self.parameters.items():
+            parameter.grad, found = None, gradients.get(name)
+            if found is not None and self.masters[name] is not parameter:
+                self._sums[name] = found
+            elif found is not None:
+                parameter.grad = found
+
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that backwards have left, by name, those of 16 bits added up in float32;
         parameters have none any more."""

@@ -140,6 +140,44 @@ def test_gradients_of_many_microbatches_are_added_up_in_float32(
     assert math.sqrt(error / size) <= 1e-2
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 2}, {"zero": 0}),
+        ({"data": 2}, {"zero": 1}),
+        ({"data": 2}, {"zero": 3}),
+        ({"data": 2}, {"updates": "parameter-server"}),
+        ({"data": 2, "pipeline": 2}, {"zero": 0}),
+    ],
+)
+def test_gradients_of_data_ranks_are_added_up_in_float32(
+    mesh: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    # What one data rank makes of two micro-batches two make of one each, to the last bit.
+    captured = zoo.captured("gpt", "bf16")
+    batch = [random_batch(captured.problem.graph, 2, seed=0)]
+    one = pc.Mesh(pipeline=mesh.get("pipeline", 1))
+    given: dict[str, Any] = {"schedule": "gpipe", "vocabulary": "whole", "precision": "bf16"}
+    programs = [
+        pc.compile(captured, one, microbatches=2, **given),
+        pc.compile(captured, pc.Mesh(**mesh), microbatches=1, **given, **options),
+    ]
+    alone, shared = (
+        pool().run(
+            Job(str(program.export(tmp_path / str(k))), batch, options={"lr": 0.0}),
+            program.lowered.grid.size,
+        )
+        for k, program in enumerate(programs)
+    )
+    assert alone.gradients.keys() == shared.gradients.keys()
+    for name, gradient in alone.gradients.items():
+        assert torch.equal(gradient, shared.gradients[name]), name
+    assert any(
+        not torch.equal(gradient, gradient.to(torch.bfloat16).float())
+        for gradient in alone.gradients.values()
+    )
+
+
 @pytest.mark.parametrize("precision", DTYPES)
 def test_verify_compares_16_bits_and_float64(precision: str) -> None:
     found = compiled("gpt-tied", precision).verify()

@@ -53,6 +53,7 @@ def exact(program: pc.Program, tmp_path: Path, *words: str) -> Any:
         ({"data": 2, "pipeline": 2}, {"compression": "fp16", "tied": True}),
         ({"data": 2, "tensor": 2}, {"compression": "bf16", "zero": 1}),
         ({"data": 3}, {"compression": "fp16", "zero": 2}),
+        ({"data": 2}, {"compression": "bf16", "zero": 1, "precision": "bf16"}),
         ({"data": 2, "pipeline": 2}, {"compression": "bf16", "zero": 3, "schedule": "1f1b"}),
     ],
 )

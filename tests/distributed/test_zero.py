@@ -98,6 +98,8 @@ def test_shared_updates_are_those_of_every_rank(
         # a + b is b + a; among more, or with pieces of the gradients of each micro-batch, the order
         # of the additions is another, and Adam makes steps of its rounding errors.
         once = microbatches(options) == 1 and (pipeline == 1 or name == "resnet")  # no ties between
+        # Its embedding is its head, in two units, whose gradients are not added up in 16 bits.
+        once = once and (name, zero) != ("moe", 3)
         same = data == 2 and (zero == 1 or once)
         steps = same or (data > 2 and zero == 1)
         pairs = [(shared.gradients, alone.gradients)]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import parcompiler as pc
+from parcompiler.runtime.mixed_precision import LEAST
 from parcompiler.runtime.updates import Updates
 from tests import zoo
 from tests.runtime.workers import CLASSES, Mixed, batch, compiled, mixed, one_process
@@ -106,6 +107,19 @@ def test_gradients_and_losses_are_told_without_the_scale(half: pc.Program) -> No
     assert model.head.weight.grad is not None
     limit = 2e-2 * float(model.head.weight.grad.abs().max())
     assert float((gradients["head.weight"] - model.head.weight.grad).abs().max()) <= limit
+
+
+def test_steps_that_are_not_finite_at_any_scale_end_the_run(half: pc.Program) -> None:
+    with half.worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        with torch.no_grad():
+            for _, parameter in worker.named_parameters():
+                parameter.fill_(float("nan"))
+        worker.loss_scale = 2 * LEAST
+        worker.train_step(batch(MICROBATCHES))
+        assert worker.loss_scale == LEAST
+        with pytest.raises(pc.LaunchError, match="at any scale of the loss down to 6"):
+            worker.train_step(batch(MICROBATCHES))
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_scale_halved(half: pc.Program) -> None:
