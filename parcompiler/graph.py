@@ -135,11 +135,13 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class NodeRoles:
     """What nodes are, by name: placeholders of trainable `parameters` and of `buffers` (also frozen
-    parameters), and the nodes that carry gradients."""
+    parameters), and the nodes that carry gradients; those of parameters with `masters`, whose
+    gradients are added up in float32."""
 
     parameters: Collection[str]
     buffers: Collection[str]
     differentiable: Collection[str]
+    masters: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +320,8 @@ class Graph:
     def roles(self) -> NodeRoles:
         """What placeholders and nodes are."""
         trained = frozenset(item.node for item in self.parameters if item.trainable)
-        return NodeRoles(trained, self.by_node.keys() - trained, self.differentiable)
+        masters = frozenset(item.node for item in self.parameters if item.has_master)
+        return NodeRoles(trained, self.by_node.keys() - trained, self.differentiable, masters)
 
     @cached_property
     def updates_weights(self) -> tuple[str, ...]:

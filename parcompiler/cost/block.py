@@ -164,7 +164,7 @@ def trace_block(
         gradient_bytes = sum(root.numel() * root.itemsize for root in roots)
         seed = backward_seed(roots, memory)
         del results, kept, roots  # the backward frees what it has used
-        backward = _backward(nodes, seed, outside, recorder)
+        backward = _backward(nodes, seed, outside, recorder, roles)
         recorder.left.clear()
         if not backward:
             estimated.append("backward")
@@ -235,6 +235,7 @@ def _backward(
     seed: Tensor | None,
     outside: Boundary,
     recorder: Recorder,
+    roles: NodeRoles,
     deferred: Collection[str] = (),
 ) -> bool:
     """Run the backward, without the gradients of the weights that are `deferred`; False, with
@@ -242,7 +243,7 @@ def _backward(
     recorder.memory.restart()
     if seed is None:
         return True
-    free_gradients(outside.parameters.values(), recorder.memory)
+    free_gradients(outside.parameters, recorder.memory, roles.masters)
     weights = {id(value) for node, value in outside.parameters.items() if node.name in deferred}
     try:
         with recorder:
@@ -320,9 +321,15 @@ def _first_part(
     del results
     del values
     sizes = {w.name: w.meta["val"].numel() * w.meta["val"].itemsize for w in linear.values()}
-    if seed is None or not _backward(nodes, seed, outside, recorder, sizes):
+    if seed is None or not _backward(nodes, seed, outside, recorder, roles, sizes):
         return {}
     del seed
+    kept_sizes = {
+        w.name: w.meta["val"].numel() * torch.float32.itemsize
+        if w.name in roles.masters
+        else sizes[w.name]
+        for w in linear.values()
+    }
     kept = {id(x) for _, (x, _) in deferred}  # not the storages, which must end below
     received = [storages({node: outside.received.get(node)}) for node in inputs]
     places = (i for i, own in enumerate(received) if any(id(each) in kept for each in own))
@@ -332,8 +339,8 @@ def _first_part(
         "deferred": memory.now,
         "deferred_inputs": tuple(places),
         "weight_peak": max(sizes.values()),
-        "deferred_weights": sum(sizes.values()),
-        "first_weight_peak": _second_peak(deferred, memory, sizes),
+        "deferred_weights": sum(kept_sizes.values()),
+        "first_weight_peak": _second_peak(deferred, memory, sizes, kept_sizes),
     }
 
 
@@ -361,12 +368,17 @@ def _leaving(
     return made
 
 
-def _second_peak(deferred: list[Left], memory: LiveMemory, sizes: Mapping[str, int]) -> int:
-    """The peak of the second part if the gradients that it makes stay; frees what was deferred."""
+def _second_peak(
+    deferred: list[Left], memory: LiveMemory, sizes: Mapping[str, int], kept: Mapping[str, int]
+) -> int:
+    """The peak of the second part if the gradients that it makes stay, in `kept` bytes of each:
+    other than its size where it is copied to float32. Frees what was deferred."""
     peak, made = 0, set[str]()
     while deferred:
-        made.add(deferred[0][0])
-        peak = max(peak, memory.now + sum(sizes[name] for name in made))
+        name = deferred[0][0]
+        made.add(name)
+        copied = sizes[name] if kept[name] != sizes[name] else 0
+        peak = max(peak, memory.now + copied + sum(kept[name] for name in made))
         del deferred[0]
     return peak
 

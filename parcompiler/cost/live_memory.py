@@ -71,6 +71,13 @@ class LiveMemory:
         self.peak = self.peak_with_gradients = self.peak_with_outputs = self.now
         self.gradients = self.outputs = 0
 
+    def keep_gradient(self, nbytes: int, *, copied: bool) -> None:
+        """Count the gradient of a parameter in `gradients`, once it is freed here; where it was
+        `copied`, both were there for a moment."""
+        self.gradients += nbytes
+        if copied:
+            self.peak_with_gradients = max(self.peak_with_gradients, self.now + self.gradients)
+
     def keep_output(self, gradient: torch.Tensor) -> None:
         """Count the gradient of an output in `outputs` once it is freed here."""
         storage = gradient.untyped_storage()
@@ -185,14 +192,23 @@ class _Seed(torch.autograd.Function):
         return None, *gradients
 
 
-def free_gradients(parameters: Iterable[torch.Tensor], memory: LiveMemory) -> None:
-    """Let the gradients of parameters be freed as soon as they are complete."""
-    for parameter in parameters:
+def free_gradients(
+    parameters: Mapping[fx.Node, torch.Tensor], memory: LiveMemory, masters: Collection[str]
+) -> None:
+    """Let the gradients of parameters be freed as soon as they are complete; those of `masters` are
+    copied to float32 before."""
+    for node, parameter in parameters.items():
         if parameter.requires_grad:
             placeholder: torch.Tensor = stand_in(parameter.detach())
+            wide = torch.float32 if node.name in masters else parameter.dtype
 
-            def free(gradient: torch.Tensor, other: torch.Tensor = placeholder) -> torch.Tensor:
-                memory.gradients += gradient.numel() * gradient.itemsize
+            def free(
+                gradient: torch.Tensor,
+                other: torch.Tensor = placeholder,
+                size: int = parameter.numel() * wide.itemsize,
+                copied: bool = wide != parameter.dtype,
+            ) -> torch.Tensor:
+                memory.keep_gradient(size, copied=copied)
                 return other
 
             parameter.register_hook(free)

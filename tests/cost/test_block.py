@@ -1,5 +1,6 @@
 """Blocks that are cut out of a graph, in unusual contexts, or that cannot run without data."""
 
+import dataclasses
 import time
 from typing import Any
 
@@ -289,6 +290,24 @@ def test_gradients_that_stay_are_in_the_peaks_of_a_first_backward(layers: int) -
     assert cost.deferred_inputs == (0,)
     left = [cost.deferred - 2 * k * value for k in range(layers)]
     assert cost.first_weight_peak == max(size + (k + 1) * weight for k, size in enumerate(left))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_gradients_that_masters_take_are_copied_to_float32_in_the_peaks(layers: int) -> None:
+    value, weight, seed = 4 * 8 * 2, 8 * 8 * 2, 4
+    chain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers))).bfloat16()
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    captured = capture(chain, x)
+    plain = captured.cost(split=True)
+    roles = dataclasses.replace(captured.roles, masters=captured.roles.parameters)
+    cost = dataclasses.replace(captured, roles=roles).cost(split=True)
+    # The first layer's is there in 16 bits, with the gradient that it is made of, and all copies.
+    assert cost.first_peak == seed + value + weight + layers * 2 * weight
+    assert cost.deferred_weights == 2 * plain.deferred_weights
+    assert cost.first_weight_peak == max(
+        cost.deferred - 2 * k * value + weight + (k + 1) * 2 * weight for k in range(layers)
+    )
+    assert (cost.backward_peak, cost.weight_peak) == (plain.backward_peak, plain.weight_peak)
 
 
 class Doubled(nn.Module):
