@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from parcompiler.data_updates import ALL_REDUCE, DataUpdates, is_factored
 from parcompiler.pieces import Shard
 
 Found = TypeVar("Found")
@@ -81,11 +82,18 @@ class Parameter:
             return self.numel * self.wide_dtype.itemsize
         return self.looked_up * (self.nbytes // self.shape[0] + torch.int64.itemsize)
 
-    @property
-    def summed_nbytes(self) -> int:
-        """Bytes of the all-reduce that adds up its gradient over data ranks; that of rows is an
-        all-gather, which moves half of what an all-reduce of so many bytes would."""
-        return self.gradient_nbytes // (2 if self.looked_up else 1)
+    def summed_nbytes(self, updates: DataUpdates = ALL_REDUCE) -> int:
+        """Bytes of the all-reduce that adds up its gradient over data ranks, compressed as
+        `updates` say; that of rows is an all-gather, which moves half of what an all-reduce of so
+        many bytes would."""
+        if updates.compression is None:
+            return self.gradient_nbytes // (2 if self.looked_up else 1)
+        if not updates.rank:
+            return self.numel * 2 * (1 + self.dtype.is_complex)
+        if not is_factored(self.shape, updates.rank):
+            return self.gradient_nbytes
+        factors = (self.shape[0] + self.numel // self.shape[0]) * updates.rank
+        return factors * max(4, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.cost import collective
-from parcompiler.data_updates import is_factored
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.instruction import Instruction, Kind, is_of_experts
 from parcompiler.lower import lower
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
@@ -214,18 +214,8 @@ def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
 
 def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
     """Bytes of a sum of gradients as it goes between ranks; only buckets are compressed."""
-    tensors = [lowered.graph.by_name[name] for name in item.names]
-    if lowered.updates.compression is None or isinstance(item, TiedTensor):
-        return sum(tensor.summed_nbytes for tensor in tensors)
-    rank = lowered.updates.rank
-    if rank == 0:  # 16 bits
-        return sum(tensor.numel * 2 * (1 + tensor.dtype.is_complex) for tensor in tensors)
-    return sum(
-        (x.shape[0] + x.numel // x.shape[0]) * rank * max(4, x.dtype.itemsize)
-        if is_factored(x.shape, rank)
-        else x.gradient_nbytes
-        for x in tensors
-    )
+    updates = ALL_REDUCE if isinstance(item, TiedTensor) else lowered.updates
+    return sum(lowered.graph.by_name[name].summed_nbytes(updates) for name in item.names)
 
 
 def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, int], float]:

@@ -273,9 +273,11 @@ class Problem:
             return count * max(collective.joined(self.mesh, action, each, row) for row in rows)
 
         def summed(block: Block, expert: int | None) -> float:
-            trained = [x.gradient_nbytes for x in self._shared(block, expert) if x.trainable]
-            buckets = min(len(trained), math.ceil(sum(trained) / self.bucket))  # tensors stay whole
-            return known("reduce-scatter", sum(trained), max(1, buckets), expert)
+            trained = [x for x in self._shared(block, expert) if x.trainable]
+            whole = sum(x.gradient_nbytes for x in trained)
+            buckets = min(len(trained), math.ceil(whole / self.bucket))  # tensors stay whole
+            sent = sum(x.summed_nbytes(self.options.data_updates) for x in trained)
+            return known("reduce-scatter", sent, max(1, buckets), expert)
 
         known, found = functools.cache(joined), []
         for block in priced.cut.blocks:

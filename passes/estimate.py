@@ -319,10 +319,10 @@ def _buckets(
     size, at = 0, 0
     for k in reversed(range(len(trained))):
         for item in reversed(trained[k]):
-            if size and (size + item.summed_nbytes > most or units[at] != units[k]):
+            if size and (size + item.summed_nbytes() > most or units[at] != units[k]):
                 yield Summed(size, at, ranks)
                 size = 0
-            size, at = size + item.summed_nbytes, k
+            size, at = size + item.summed_nbytes(), k
     if size:
         yield Summed(size, at, ranks)
 

@@ -195,9 +195,10 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
         return 0.0
     shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
     items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
-    sizes = [x.summed_nbytes for x in items if problem.sharers(x) == mesh.replicas]
-    size = sum(sizes) / mesh.pipeline
-    number = max(1, min(len(sizes) // mesh.pipeline, math.ceil(size / problem.bucket)))
+    summed = [x for x in items if problem.sharers(x) == mesh.replicas]
+    size = sum(x.summed_nbytes() for x in summed) / mesh.pipeline
+    number = max(1, min(len(summed) // mesh.pipeline, math.ceil(size / problem.bucket)))
+    size = sum(x.summed_nbytes(problem.options.data_updates) for x in summed) / mesh.pipeline
     priced = problem.priced(problem.levels[0])
     forward, backward = (sum(x) / mesh.pipeline for x in (priced.forward, priced.backward))
     action = "reduce-scatter" if level else "all-reduce"
@@ -283,16 +284,21 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
         count, sums, gathers = 0, 0.0, 0.0
         for expert in (None, 0):  # experts apart from all others
             items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
-            sizes = [item.summed_nbytes for item in items if problem.sharers(item) > 1]
-            number = max(1, min(len(sizes), math.ceil(sum(sizes) / problem.bucket)))
+            items = [item for item in items if problem.sharers(item) > 1]
+            whole = sum(item.summed_nbytes() for item in items)
+            number = max(1, min(len(items), math.ceil(whole / problem.bucket)))
+            sent = sum(item.summed_nbytes(problem.options.data_updates) for item in items)
             each = functools.partial(
-                collective.joined, problem.mesh, nbytes=sum(sizes) / number,
+                collective.joined, problem.mesh,
                 ranks=problem.mesh.grid.replicas([rank], expert=expert),
             )  # fmt: skip
-            if sizes:
+            if items:
                 count += number
-                sums += number * each("reduce-scatter" if level else "all-reduce")
-                gathers += number * each("all-gather") if level else 0.0
+                action = "reduce-scatter" if level else "all-reduce"
+                sums += number * each(action, nbytes=sent / number)
+            if items and level:
+                weights = sum(item.nbytes for item in items)
+                gathers += number * each("all-gather", nbytes=weights / number)
         count = max(1, count)
         mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
         first = placement.index(rank)  # it waits for the stages before it anyway
@@ -316,7 +322,8 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
 
 def _made(problem: Problem, plan: Plan) -> list[int]:
     """Bytes of the gradients that the blocks of each stage make."""
-    trained = {item.name: item.summed_nbytes for item in problem.graph.parameters if item.trainable}
+    items = (item for item in problem.graph.parameters if item.trainable)
+    trained = {item.name: item.summed_nbytes() for item in items}
     sizes = {
         block.name: sum(trained.get(name, 0) for name in {x.name for x in block.tensors})
         for block in problem.under(plan).cut.blocks

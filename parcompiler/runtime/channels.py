@@ -224,11 +224,14 @@ class Channels:
 
         return self._queue.put(begin)
 
-    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, in_order: bool = False) -> Any:
         """Start adding up a tensor over `ranks`, in place: gradients, so what goes between data
-        ranks alone may go in 16 bits."""
+        ranks alone may go in 16 bits; `in_order` where these have other collectives beside it."""
         group = self._shared[ranks]
         if (dtype := self._cast) is not None and all(map(self._program.is_near, ranks)):
+            if in_order:  # a thread could be before them on one rank, and behind them on another
+                sum_in_order(tensor, group, dtype)
+                return Arrival(())
 
             def start() -> Started:
                 sum_in_order(tensor, group, dtype)

@@ -76,6 +76,10 @@ class _Future(Future[Any]):
         """The result; raises the error that the collective failed with."""
         return self.result()
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once, as of a collective of torch."""
+        return self.done()
+
 
 class _Thread:
     """A thread of its own, a daemon as it may wait for a peer that is gone when the process ends.

@@ -28,11 +28,12 @@ def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     >>> summed([torch.tensor([1.0]), torch.tensor([0.001])], torch.bfloat16)
     tensor([1.])
     """
-    kind = summands[0].dtype
-    total = summands[0].to(dtype).to(kind)
-    for summand in summands[1:]:
-        total = total + summand.to(dtype).to(kind)
-    return total.to(dtype).to(kind)
+    first, *others = map(real, summands)
+    total = first.to(dtype).to(first.dtype)
+    for summand in others:
+        total = total + summand.to(dtype).to(first.dtype)
+    total = total.to(dtype).to(first.dtype)
+    return torch.view_as_complex(total) if summands[0].is_complex() else total
 
 
 def scattered(

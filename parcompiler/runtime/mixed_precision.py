@@ -53,7 +53,8 @@ class LossScale:
 
     def set(self, value: float) -> None:
         """Go on from another scale. Raises InputError unless it is finite and positive."""
-        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and value > 0):
             message = f"the scale of the loss must be finite and positive ({value!r} given)"
             raise InputError(message)
         self.value, self.good = float(value), 0

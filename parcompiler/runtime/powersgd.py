@@ -73,10 +73,15 @@ class PowerSGD:
         lefts = {name: torch.linalg.qr(left).Q for name, left in lefts.items()}
         rights = {name: matrix.T @ lefts[name] for name, matrix in matrices.items()}
         self._exchange([*rights.values()], ranks)
+        # Alike on all ranks. A step that is not finite may be refused, and the run goes on: what is
+        # kept of it would spoil all steps behind.
+        finite = {name: right.isfinite().all() for name, right in rights.items()}
         for name, matrix in matrices.items():
             found = lefts[name] @ rights[name].T
-            self.errors[name] = matrix - found / len(ranks)
-            self.factors[name] = rights[name]
+            error = matrix - found / len(ranks)
+            before = self.errors.get(name, torch.zeros_like(error))
+            self.errors[name] = torch.where(finite[name], error, before)
+            self.factors[name] = torch.where(finite[name], rights[name], self.factors[name])
             gradients[name].copy_(found.view(gradients[name].shape))
 
     def _exchange(self, tensors: Sequence[torch.Tensor], ranks: tuple[int, ...]) -> None:

@@ -230,7 +230,7 @@ class Updates:
         if self._program.narrow is None:
             return {name: g.to_dense() if g.is_sparse else g for name, g in self._raw()}
         wide = ((n, g.to(torch.promote_types(g.dtype, torch.float32))) for n, g in self._raw())
-        return {name: gradient * self._factor for name, gradient in wide}
+        return {name: (gradient * self._factor).to(gradient.dtype) for name, gradient in wide}
 
     def in_pieces(self, name: str) -> bool:
         """Whether each data rank has rows of a parameter, and nothing else of it."""

@@ -728,10 +728,13 @@ class Worker:
             updated = self._updates.apply()
         scale = self._updates.scale
         if not updated and (scale is None or scale.value < LEAST):
-            so_far = "" if scale is None else f" at any scale of the loss down to {LEAST:.2g}"
+            halved = "" if scale is None else (
+                f", nor were those of {scale.skipped - 1} steps before it that were skipped, and "
+                f"the scale of the loss has come below {LEAST:.1g}"
+            )  # fmt: skip
             message = (
-                f"the gradients of step {self._calls[True]} are not finite{so_far} (norm: "
-                f"{self.gradient_norm}): the parameters are as before the step"
+                f"the gradients of step {self._calls[True]} are not finite (norm: "
+                f"{self.gradient_norm}){halved}: the parameters are as before the step"
             )
             raise LaunchError(message)
 

@@ -243,7 +243,11 @@ class DataParts:
         ranks, index = self._sharers(names[0])
         dtype = wide_dtype(self.parameters[names[0]])
         if self.whole:
-            add_up = self._channels.reduce if self._served else self._channels.sum
+            add_up = (
+                self._channels.reduce
+                if self._served
+                else functools.partial(self._channels.sum, in_order=self.level == 3)
+            )
             bucket, views = flat([self.parameters[n] for n in names], dtype)
             mine = {n: view for n, view in zip(names, views, strict=True) if n in found}
             for name in names:

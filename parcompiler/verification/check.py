@@ -39,6 +39,7 @@ from parcompiler.graph import Graph, tensors_of
 from parcompiler.passes.shard.context import of_one_rank
 from parcompiler.problem import prepared
 from parcompiler.progress import Progress
+from parcompiler.runtime.compression import DTYPES
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.spmd.experts import on_expert_ranks
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
@@ -337,7 +338,10 @@ class Trial:
         trained = trainable if asynchronous else self.reference.gradients.keys()
         errors = compare(self.reference, outcome, trained, narrow)
         if not (errors.ok or errors.cause or asynchronous):
-            again = self._again(OTHER_SCALE * self.reference.scale, arrivals, nudged=True)
+            # Compressed sums of other numbers are other sums, and their distance is no rounding.
+            packed = variant.lowered.updates.compression in DTYPES and narrow is None
+            scale = (1.0 if packed else OTHER_SCALE) * self.reference.scale
+            again = self._again(scale, arrivals, nudged=True)
             errors = compare(self.reference, outcome, trained, narrow, again)
         return dataclasses.replace(
             errors, compiled_inputs=self.compiled_inputs, asynchronous=asynchronous

@@ -40,8 +40,8 @@ class DataRanks:
         first step, and the state after the last. `compression_error` is that of the gradients."""
         original, first, means = self._original, Gradients(), []
         for batch in batches:
-            losses, groups = self.gradients_of_ranks(batch)
             with original.accumulating():
+                losses, groups = self.gradients_of_ranks(batch)
                 original.set_gradients(self.packed(groups))
             first = first or original.gradients()
             self.update()

@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 import parcompiler as pc
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.instruction import Kind
 from parcompiler.models import gpt
+from parcompiler.runtime import compression
+from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.powersgd import PowerSGD
+from parcompiler.verification import data_ranks
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.pool import Job, pool
 from parcompiler.verifier import verify
 from tests import zoo
 from tests.distributed import forked, stepping
@@ -66,6 +73,69 @@ def test_gradients_in_16_bits_are_those_of_one_process_that_casts(
     verification = exact(program, tmp_path, *words[: 1 + ("zero" in options)])
     assert "compressed gradients are" in verification.note
     assert "0.0e+00 from whole" not in verification.note
+
+
+class Hooked(nn.Module):
+    """It has a hook that is not linear in how often it runs, and a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layer.weight.register_hook(lambda gradient: 3 * gradient)
+        self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        loss: torch.Tensor = (torch.complex(y, y) * self.phase).abs().square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.01])
+def test_verify_repeats_compressed_sums_and_takes_no_wrong_ones(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    program = pc.compile(
+        Hooked(), pc.Mesh(data=2), (torch.randn(2, 8),), microbatches=2, compression="bf16",
+        progress=False,
+    )  # fmt: skip
+    monkeypatch.setattr(data_ranks, "summed", lambda *given: wrong * compression.summed(*given))
+    verification = program.verify()
+    assert verification.ok == (wrong == 1.0), str(verification)
+    assert (verification.gradient_error > 1e-3) == (wrong != 1.0)
+
+
+def test_whole_parameters_go_with_compressed_sums_of_every_micro_batch(tmp_path: Path) -> None:
+    states = []
+    for zero in (1, 3):
+        program = compiled({"data": 2}, compression="bf16", zero=zero)
+        batch = [random_batch(program.problem.graph, 4, seed=0)]
+        path = str(program.export(tmp_path / str(zero)))
+        job = Job(path, batch, optimizer="Adafactor", options={"lr": 1e-3})
+        states.append(pool().run(job, 2).state)
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=0, atol=3e-3)
+
+
+def test_what_factors_leave_out_of_a_step_that_is_refused_is_not_kept() -> None:
+    class Alone:
+        """The channels of one rank."""
+
+        def sum_in_order(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
+            pass
+
+    torch.manual_seed(0)
+    powersgd = PowerSGD(1, cast(Channels, Alone()))
+    good, bad = torch.randn(8, 8), torch.full((8, 8), float("nan"))
+    for gradient in (bad, good, bad):
+        before = dict(powersgd.states())
+        powersgd._sum({"w": gradient.clone()}, (0,))
+        after = dict(powersgd.states())
+        assert all(tensor.isfinite().all() for tensor in after.values())
+        if gradient is bad and before:
+            assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
+        elif gradient is good:
+            assert after["error/w"].norm() > 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from parcompiler.instruction import Kind
 from parcompiler.models import dlrm, gpt
 from parcompiler.passes import decide, estimate
 from parcompiler.passes.shard.local import local
+from parcompiler.prices import collective_seconds
 from tests import zoo
 
 CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, tied=False)
@@ -63,6 +64,18 @@ def test_an_update_that_is_much_of_the_step_is_shared_out() -> None:
                 assert program.plan.zero == int(count == 1)
     assert steps[1, "auto"] == steps[1, 1] < 0.98 * steps[1, 0]
     assert steps[32, "auto"] == steps[32, 0] < 1.02 * steps[32, 1]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_a_level_exchanges_what_the_lists_do(
+    precision: str | None, compression: str | None
+) -> None:
+    program = compiled(zero=1, precision=precision, compression=compression)
+    seconds = collective_seconds(program.problem, program.lowered)
+    lists = sum(map(seconds, program.lowered.instructions[0]))
+    (level,) = (share for share in program.report().levels if share.level == 1)
+    assert level.exchange == pytest.approx(lists, rel=0.05)
 
 
 def test_states_are_shared_out_where_memory_wants_it() -> None:

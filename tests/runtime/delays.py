@@ -222,7 +222,9 @@ class DelayedChannels(Channels):
             self.rank, lambda: all(c.arrived == len(c.sent) for c in own), "waits for its sends"
         )
 
-    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
+    def sum(
+        self, tensor: torch.Tensor, ranks: tuple[int, ...], *, in_order: bool = False
+    ) -> dist.Work:
         """Add up a tensor over `ranks`, in their order, at once."""
         parts = self._meet(ranks, tensor)
         first, *rest = (parts[rank] for rank in ranks)
