@@ -26,6 +26,8 @@ from parcompiler.passes.divide.data import Load
 from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import SolverModel, Term, UndecidedError, Variable, solve
 
+TOLERANCE = 1e-6  # of the solver
+
 
 class _Way(NamedTuple):
     """One of the ways in which a block may run; the seconds on each rank, or on any."""
@@ -54,6 +56,8 @@ def least_slowest_rank(task: DivisionTask) -> float:
         return 0.0
     if task.is_uniform and _even_parts_fit(task):
         return total / task.ranks
+    if _is_too_large(task):
+        return math.inf
     model = SolverModel()
     slowest = model.continuous("T")
     here = _divide(model, task)
@@ -85,18 +89,33 @@ def _even_parts_fit(task: DivisionTask) -> bool:
     return all(resident + in_flight * saved <= limit for in_flight, limit in pairs)
 
 
+def _is_too_large(task: DivisionTask) -> bool:
+    """Whether the blocks take more than the memory of all ranks where each takes its least: most
+    programmes without an answer are told from that, without the solver."""
+    pairs = zip(task.limits, task.held, strict=True)
+    places = {(limit, count) for limit, counts in pairs for count in max(counts, key=sum)}
+    least = sum(
+        number * min((w.resident + c * w.saved) / limit for w in ways for limit, c in places)
+        for (_, ways), number in _kinds(task).items()
+    )
+    return least > (1 + TOLERANCE) * task.ranks
+
+
+def _kinds(task: DivisionTask) -> Counter[tuple[str, tuple[_Way, ...]]]:
+    """How many blocks there are that may run in the same ways, with a letter for each way."""
+    pairs = zip(task.loads, task.again or [None] * len(task.loads), strict=True)
+    return Counter(("xz", (_way(a), _way(b))) if b else ("x", (_way(a),)) for a, b in pairs)
+
+
 def _divide(model: SolverModel, task: DivisionTask) -> list[list[tuple[_Way, Variable]]]:
     """The blocks of every kind are somewhere: by stage, how many of them run in which way."""
-    pairs = zip(task.loads, task.again or [None] * len(task.loads), strict=True)
-    kinds = Counter((_way(load), _way(twice) if twice else None) for load, twice in pairs)
     found: list[list[tuple[_Way, Variable]]] = [[] for _ in range(task.stages)]
-    for k, (ways, count) in enumerate(kinds.items()):
+    for k, ((letters, ways), count) in enumerate(_kinds(task).items()):
         parts = []
         for j, own in enumerate(found):
-            for letter, way in zip("xz", ways, strict=True):
-                if way is not None:
-                    parts.append(model.continuous(f"{letter}[{k},{j}]"))
-                    own.append((way, parts[-1]))
+            for letter, way in zip(letters, ways, strict=True):
+                parts.append(model.continuous(f"{letter}[{k},{j}]"))
+                own.append((way, parts[-1]))
         model.constrain([(1, part) for part in parts], count, count)
     for own in found:
         model.constrain([(1, part) for _, part in own], low=1)

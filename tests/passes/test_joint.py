@@ -14,7 +14,15 @@ from typing import NamedTuple
 import pytest
 
 import parcompiler as pc
-from parcompiler.passes.divide import DivisionTask, Flow, Load, StageDivision, divide, evaluate
+from parcompiler.passes.divide import (
+    DivisionTask,
+    Flow,
+    Load,
+    StageDivision,
+    divide,
+    evaluate,
+    relaxed,
+)
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.divide.twice import BlockKind, _solved, cheapest
 
@@ -224,3 +232,15 @@ def test_126_layers_on_16_stages_take_a_moment(limit: float) -> None:
     assert time.process_time() - begin < 2
     assert found.status == "optimal"
     assert bool(found.twice) == (limit < 140e3)
+
+
+def test_what_the_solver_is_not_asked_about_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [random_case(random.Random(seed)).task for seed in range(200)]
+    with monkeypatch.context() as patch:
+        patch.setattr(relaxed, "solve", lambda model: pytest.fail("it was asked"))
+        large = [task for task in cases if relaxed._is_too_large(task)]
+        assert all(least_slowest_rank(task) == math.inf for task in large)
+    monkeypatch.setattr(relaxed, "_is_too_large", lambda task: False)
+    none = [task for task in cases if least_slowest_rank(task) == math.inf]
+    assert len(none) >= len(large) > len(none) / 2
+    assert all(task in none for task in large)
