@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from torch import fx
@@ -93,7 +93,7 @@ def _cut(graph: Graph, level: int, sent: Collection[fx.Node]) -> Cut:
 def _segments(graph: Graph, nodes: list[fx.Node], level: int) -> list[Segment]:
     """The segments at a level, before those that no cut may part are joined."""
     segments = _merge_bare(_runs(nodes, _key_function(nodes, level)), graph)
-    if level > depth(nodes):
+    if level == levels(graph)[-1]:
         segments = [piece for segment in segments for piece in _pieces(segment, graph)]
     return segments
 
@@ -156,9 +156,9 @@ def depth(nodes: Iterable[fx.Node]) -> int:
     return numbered or max(map(len, stacks), default=0)
 
 
-def steps(node: fx.Node) -> list[ModuleCall]:
+def steps(node: fx.Node) -> tuple[ModuleCall, ...]:
     """The calls of modules around a node, outermost first, without the model itself."""
-    return list(_steps(tuple(node.meta.get("nn_module_stack", {}).items())))
+    return _steps(tuple(node.meta.get("nn_module_stack", {}).items()))
 
 
 @lru_cache(maxsize=2**14)  # the nodes of a module have the same
@@ -179,11 +179,12 @@ def _key_function(nodes: Iterable[fx.Node], level: int) -> Callable[[fx.Node], M
     modules."""
     numbered = any(step.is_numbered for node in nodes for step in steps(node))
 
-    def key(node: fx.Node) -> ModuleCall:
-        candidates = [step for step in steps(node) if step.is_numbered or not numbered]
+    @cache  # the nodes of a module have the same
+    def key(stack: tuple[ModuleCall, ...]) -> ModuleCall:
+        candidates = [step for step in stack if step.is_numbered or not numbered]
         return candidates[min(level, len(candidates)) - 1] if candidates else ModuleCall("", "")
 
-    return key
+    return lambda node: key(steps(node))
 
 
 def layer_of(nodes: Iterable[fx.Node]) -> Callable[[fx.Node], ModuleCall]:

@@ -115,9 +115,9 @@ def _free(
             return may_read(node) if node.op == "placeholder" else node in free
 
         for node in nodes:
-            chance = is_random(node) or effects.root(node) in blocked
-            if not chance and may_be(node) and all(map(is_free, effects.dependencies(node))):
-                free.add(node)
+            if all(map(is_free, effects.dependencies(node))) and may_be(node):  # few are
+                if not is_random(node) and effects.root(node) not in blocked:
+                    free.add(node)
         # Memory that is written moves with all who must see it in order.
         more = {
             root

@@ -130,7 +130,7 @@ class Body:
 
     def _place(self, node: fx.Node) -> str:
         """The module of a node relative to the block; torch's own layers belong to theirs."""
-        stack = steps(node)
+        stack = list(steps(node))
         kinds = [str(kind) for _, kind in node.meta.get("nn_module_stack", {}).values()]
         if stack and kinds and "torch.nn.modules." in kinds[-1]:
             stack.pop()
