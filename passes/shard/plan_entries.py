@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
+from parcompiler.capture.effects import outside
 from parcompiler.errors import PlanError
-from parcompiler.graph import Graph
+from parcompiler.graph import Block, Graph
 from parcompiler.passes.shard.candidates import Candidates, NodeChoices, result_index
 from parcompiler.passes.shard.ilp import Answer
 from parcompiler.passes.shard.ilp_builder import BuiltProgramme
@@ -154,7 +155,7 @@ def assigned_by(
                 ]
                 by_entry[entry] = tuple(_strategies(entry, block.nodes, known))
             assigned.update(zip(block.nodes, by_entry[entry], strict=True))
-    check(graph, assigned, axis)
+    check(graph, assigned, axis, [block for one in folded.templates for block in one.blocks])
     return assigned
 
 
@@ -203,10 +204,26 @@ def _named(node: fx.Node, wanted: str, known: Sequence[Strategy]) -> Strategy:
 # Checking
 
 
-def check(graph: Graph, assigned: Assignment, axis: str = "tensor") -> None:
-    """Raise PlanError, naming the node, where a value cannot become what a node needs."""
+def check(
+    graph: Graph, assigned: Assignment, axis: str = "tensor", blocks: Sequence[Block] = ()
+) -> None:
+    """Raise PlanError, naming the node, where a value cannot become what a node needs.
+
+    Of `blocks` with one template, whose nodes have the same strategies and read values of the same
+    types, the first is looked at.
+    """
     placements = stored(graph, assigned, axis) | dict.fromkeys(shared_nodes(graph), I)
+
+    def likeness(block: Block) -> tuple[object, ...]:
+        read = (placements.get(x) or assigned[x].outputs for x in outside(block.nodes))
+        return block.template, tuple(id(assigned[node]) for node in block.nodes), tuple(read)
+
+    first = {likeness(block): block for block in reversed(blocks)}.values()
+    others = assigned.keys() - {node for block in blocks for node in block.nodes}
+    seen = others.union(*(block.nodes for block in first))
     for node, strategy in assigned.items():
+        if node not in seen:
+            continue
         call = call_of(node, graph)
         for place, (operand, wanted) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
             source = operand.node

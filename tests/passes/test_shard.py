@@ -27,10 +27,12 @@ from parcompiler.passes.shard.ilp_builder import build
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
+from parcompiler.passes.shard.plan_entries import check
 from parcompiler.passes.shard.templates import fold
 from parcompiler.plan import Plan, Shape, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
+from parcompiler.spmd.sorting import SORTED
 
 H100 = device("h100")
 FEW = 1 << 16  # bytes: the gradients of biases and norms, statistics of losses
@@ -481,3 +483,20 @@ class Distinct(nn.Module):
 def test_a_size_that_depends_on_the_data_saves_nothing() -> None:
     program = pc.compile(Distinct(), pc.Mesh(tensor=2), {"x": torch.randn(4, 8)}, microbatches=2)
     assert program.plan.sharding is not None
+
+
+@pytest.mark.parametrize("where", ["in the layer", "before the layer"])
+def test_a_fault_of_one_layer_is_found_among_layers_that_are_alike(where: str) -> None:
+    graph = captured("gpt", hidden=128, sequence=64, layers=6)
+    blocks = [block for one in fold(graph, level=1).templates for block in one.blocks]
+    assigned = assignment(graph, plan(decided(problem(graph))))
+    check(graph, assigned, blocks=blocks)
+    (block,) = (block for block in blocks if block.name == "layers.3")
+    if where == "in the layer":
+        node = next(node for node in block.nodes if len(assigned[node].inputs) == 1)
+        other = dataclasses.replace(assigned[node], inputs=(SORTED,))
+    else:
+        node = block.inputs[0]
+        other = dataclasses.replace(assigned[node], outputs=(SORTED,))
+    with pytest.raises(PlanError, match="there is no such conversion"):
+        check(graph, {**assigned, node: other}, blocks=blocks)
