@@ -289,12 +289,12 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     largest = max((bucket.size for bucket in buckets), default=0)
     return Exchanged(
         level=level,
-        made=tuple(sum(item.gradient_nbytes for item in own) for own in trained),
+        made=tuple(sum(item.nbytes for item in own) for own in trained),
         gathered=tuple(map(problem.unit_bytes, parts)) if problem.gathers else (),
         units=units,
         repeats=problem.mesh.pipeline > 1,
         buckets=tuple(buckets),
-        gone=tuple(accumulate((bucket.size for bucket in buckets), initial=0)),
+        gone=tuple(accumulate((bucket.made for bucket in buckets), initial=0)),
         copied=min(problem.bucket, largest) * sent_and_received,
     )
 
@@ -316,15 +316,15 @@ def _buckets(
 ) -> Iterator[Summed]:
     """The buckets of gradients that so many data ranks share, as `lower.buckets` fills them: none
     has gradients of several units."""
-    size, at = 0, 0
+    size, made, at = 0, 0, 0
     for k in reversed(range(len(trained))):
         for item in reversed(trained[k]):
             if size and (size + item.summed_nbytes() > most or units[at] != units[k]):
-                yield Summed(size, at, ranks)
-                size = 0
-            size, at = size + item.summed_nbytes(), k
+                yield Summed(size, at, ranks, made)
+                size, made = 0, 0
+            size, made, at = size + item.summed_nbytes(), made + item.nbytes, k
     if size:
-        yield Summed(size, at, ranks)
+        yield Summed(size, at, ranks, made)
 
 
 def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:

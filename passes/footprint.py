@@ -38,11 +38,13 @@ from parcompiler.timeline import First
 
 
 class Summed(NamedTuple):
-    """A bucket of gradients that so many data ranks share, with the block that completes it."""
+    """A bucket of gradients that so many data ranks share, with the block that completes it; what
+    is `made` in 16 bits may be summed in float32, in more bytes."""
 
     size: int
     block: int
     ranks: int
+    made: int
 
     @property
     def part(self) -> int:
@@ -56,8 +58,9 @@ class Exchanged(NamedTuple):
     Ranks share out what `level` says. `made` are gradients and `gathered` parameters of each block,
     `units` the unit of each (one below ZeRO 3); where a rank `repeats` passes of one kind, the next
     unit may be that at the other end. Gradients go together in `buckets`, in the order of
-    the backward, `gone` are the bytes of the first none, one, two ... of them. `copied` is the copy
-    of the last, `later` what more is on its way than `in_flight` when the stage begins to go back.
+    the backward, `gone` are the bytes made of the first none, one, two ... of them. `copied` is the
+    copy of the last, `later` what more is on its way than `in_flight` when the stage begins to go
+    back.
     """
 
     level: int = 0
@@ -185,7 +188,8 @@ class Footprint:
         """Peak of each block's backward, with the gradients that it allocates."""
         own = self.exchange.own
         return [
-            _first_peak(c, own(k)) if own(k) else c.backward_peak for k, c in enumerate(self._costs)
+            _first_peak(c, own(k), c.first_peak) if own(k) else c.backward_peak
+            for k, c in enumerate(self._costs)
         ]
 
     @cached_property
@@ -204,7 +208,8 @@ class Footprint:
         later = [min(size, cost.deferred_weights) for cost, size in zip(costs, own, strict=True)]
         now = [size - least for size, least in zip(own, later, strict=True)]
         left = [sum(pair) for pair in zip(self._left, now, strict=True)]
-        whole = [_first_peak(cost, size) for cost, size in zip(costs, own, strict=True)]
+        pairs = zip(costs, own, strict=True)
+        whole = [_first_peak(cost, size, cost.copied_peak) for cost, size in pairs]
         whole = [*map(max, whole, self._peaks)]
         parted = [_first_input_peak(cost, size) for cost, size in zip(costs, now, strict=True)]
         return First(
@@ -474,15 +479,16 @@ class Footprint:
         return not homes <= {*self.beside, *self.blocks}
 
 
-def _first_peak(cost: BlockCost, made: int) -> int:
-    """Peak of a block's first backward, which allocates gradients of `made` bytes."""
-    return max(cost.backward_peak, min(cost.first_peak, cost.backward_peak + made))
+def _first_peak(cost: BlockCost, made: int, traced: int) -> int:
+    """Peak of a block's first backward, which allocates gradients of `made` bytes; `traced` is that
+    where it allocates those of all its parameters."""
+    return max(cost.backward_peak, min(traced, cost.backward_peak + made))
 
 
 def _first_input_peak(cost: BlockCost, made: int) -> int:
     """Peak of a block's first backward for inputs, if that is a pass of its own."""
     if not cost.input_peak:
-        return _first_peak(cost, made)
+        return _first_peak(cost, made, cost.copied_peak)
     return max(cost.input_peak, min(cost.first_input_peak, cost.input_peak + made))
 
 

@@ -76,8 +76,9 @@ class BlockCost:
         first_peak         the first backward of a step, in which gradients of parameters stay
         output_peak        the backward where a caller keeps the gradients of the outputs to its end
         input_peak         the first part of a backward in two parts
-        first_input_peak   that, in the first backward of a step
+        first_input_peak   that, in the first backward of a step, with copies as in `copied_peak`
         first_weight_peak  the second part then
+        copied_peak        `first_peak` where gradients are copied to float32 for masters
         unsaved_peak       the forward of a block that is recomputed, which saves nothing
         recompute_peak     its second run, up to the last tensor that the backward needs
 
@@ -104,6 +105,7 @@ class BlockCost:
     weight_peak: int = 0
     gradient_bytes: int = 0
     first_peak: int = 0
+    copied_peak: int = 0
     first_input_peak: int = 0
     first_weight_peak: int = 0
     deferred_weights: int = 0
@@ -172,6 +174,7 @@ def trace_block(
         peaks: dict[str, Any] = {
             "backward_peak": memory.peak,
             "first_peak": memory.peak_with_gradients,
+            "copied_peak": memory.peak_with_copies,
             "output_peak": memory.peak_with_outputs,
         }
         in_two_parts = _first_part(*reads, accelerator, again) if split else {}
@@ -335,7 +338,7 @@ def _first_part(
     places = (i for i, own in enumerate(received) if any(id(each) in kept for each in own))
     return {
         "input_peak": memory.peak,
-        "first_input_peak": memory.peak_with_gradients,
+        "first_input_peak": memory.peak_with_copies,
         "deferred": memory.now,
         "deferred_inputs": tuple(places),
         "weight_peak": max(sizes.values()),

@@ -26,10 +26,10 @@ from parcompiler.cost.stand_in import stand_in, storages
 class LiveMemory:
     """Bytes of the storages that were recorded and still exist, and the most there were.
 
-    A storage counts once, whatever its views; those from `outside` do not count. Two peaks add what
-    would live longer elsewhere: `peak_with_gradients` the gradients of parameters that are complete
-    (the first of a step stay), `peak_with_outputs` the gradients of the outputs where a caller
-    keeps them to the end.
+    A storage counts once, whatever its views; those from `outside` do not count. Some peaks add
+    what would live longer elsewhere: `peak_with_gradients` the gradients of parameters that are
+    complete (the first of a step stay; `peak_with_copies` has them in float32 where masters are),
+    `peak_with_outputs` the gradients of the outputs where a caller keeps them to the end.
 
     >>> memory = LiveMemory()
     >>> x = stand_in(torch.empty(8, device="meta"))
@@ -45,6 +45,7 @@ class LiveMemory:
         self.now = self.peak = 0
         self.operator_peak = 0  # since somebody set it to `now`
         self.gradients = self.peak_with_gradients = 0
+        self.copies = self.peak_with_copies = 0
         self.outputs = self.peak_with_outputs = 0
         self._outside = {id(storage): storage for storage in outside}
         self._counted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -61,6 +62,7 @@ class LiveMemory:
                 with_gradients, with_outputs = self.now + self.gradients, self.now + self.outputs
                 self.peak_with_gradients = max(self.peak_with_gradients, with_gradients)
                 self.peak_with_outputs = max(self.peak_with_outputs, with_outputs)
+                self.peak_with_copies = max(self.peak_with_copies, self.now + self.copies)
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is one of those that are counted."""
@@ -69,14 +71,16 @@ class LiveMemory:
     def restart(self) -> None:
         """Begin new peaks."""
         self.peak = self.peak_with_gradients = self.peak_with_outputs = self.now
-        self.gradients = self.outputs = 0
+        self.peak_with_copies = self.now
+        self.gradients = self.copies = self.outputs = 0
 
-    def keep_gradient(self, nbytes: int, *, copied: bool) -> None:
-        """Count the gradient of a parameter in `gradients`, once it is freed here; where it was
-        `copied`, both were there for a moment."""
+    def keep_gradient(self, nbytes: int, copy: int) -> None:
+        """Count the gradient of a parameter in `gradients`, once it is freed here, and its copy of
+        so many bytes in `copies`; where that is another one, both are there for a moment."""
         self.gradients += nbytes
-        if copied:
-            self.peak_with_gradients = max(self.peak_with_gradients, self.now + self.gradients)
+        self.copies += copy
+        if copy != nbytes:
+            self.peak_with_copies = max(self.peak_with_copies, self.now + self.copies)
 
     def keep_output(self, gradient: torch.Tensor) -> None:
         """Count the gradient of an output in `outputs` once it is freed here."""
@@ -195,8 +199,8 @@ class _Seed(torch.autograd.Function):
 def free_gradients(
     parameters: Mapping[fx.Node, torch.Tensor], memory: LiveMemory, masters: Collection[str]
 ) -> None:
-    """Let the gradients of parameters be freed as soon as they are complete; those of `masters` are
-    copied to float32 before."""
+    """Let the gradients of parameters be freed as soon as they are complete; those of `masters` may
+    be copied to float32 before."""
     for node, parameter in parameters.items():
         if parameter.requires_grad:
             placeholder: torch.Tensor = stand_in(parameter.detach())
@@ -205,10 +209,9 @@ def free_gradients(
             def free(
                 gradient: torch.Tensor,
                 other: torch.Tensor = placeholder,
-                size: int = parameter.numel() * wide.itemsize,
-                copied: bool = wide != parameter.dtype,
+                copy: int = parameter.numel() * wide.itemsize,
             ) -> torch.Tensor:
-                memory.keep_gradient(size, copied=copied)
+                memory.keep_gradient(gradient.numel() * gradient.itemsize, copy)
                 return other
 
             parameter.register_hook(free)

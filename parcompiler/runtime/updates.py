@@ -67,7 +67,13 @@ class Updates:
         self.scale = LossScale() if program.narrow == torch.float16 else None
         self.norm: torch.Tensor | None = None
         self._program, self._parameters = program, parameters
-        sum_in_float32(p for p in self.trained().values() if p.dtype == program.narrow)
+        # What goes to parts of data ranks is added up there.
+        in_pieces = parts.parameters if parts is not None and parts.level > 1 else {}
+        sum_in_float32(
+            parameter
+            for name, parameter in self.trained().items()
+            if parameter.dtype == program.narrow and name not in in_pieces
+        )
         self._share_out()
         self._device, self._total = device, total
         self._optimizer: torch.optim.Optimizer | None = None

@@ -241,7 +241,8 @@ class DataParts:
         none any more; then the sums are added to the gradients of parts."""
         found = [name for name in names if self.parameters[name].grad is not None]
         ranks, index = self._sharers(names[0])
-        dtype = wide_dtype(self.parameters[names[0]])
+        dtype = self.parameters[names[0]].dtype
+        dtype = torch.float32 if dtype == self._narrow else dtype
         if self.whole:
             add_up = (
                 self._channels.reduce

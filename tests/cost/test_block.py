@@ -302,7 +302,8 @@ def test_gradients_that_masters_take_are_copied_to_float32_in_the_peaks(layers: 
     roles = dataclasses.replace(captured.roles, masters=captured.roles.parameters)
     cost = dataclasses.replace(captured, roles=roles).cost(split=True)
     # The first layer's is there in 16 bits, with the gradient that it is made of, and all copies.
-    assert cost.first_peak == seed + value + weight + layers * 2 * weight
+    assert cost.copied_peak == seed + value + weight + layers * 2 * weight
+    assert (cost.first_peak, plain.copied_peak) == (plain.first_peak, plain.first_peak)
     assert cost.deferred_weights == 2 * plain.deferred_weights
     assert cost.first_weight_peak == max(
         cost.deferred - 2 * k * value + weight + (k + 1) * 2 * weight for k in range(layers)
