@@ -168,7 +168,8 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
         ranks = lowered.grid.replicas(line.ranks, expert=0 if is_of_experts(line) else None)
         rounds = updates.every if line.kind is Kind.AVERAGE_PARAMETERS else 1
         if line.kind is Kind.AVERAGE_PARAMETERS:
-            nbytes = sum(by_name[name].gradient_nbytes for name in item.names)  # as its master
+            averaged = [by_name[name] for name in item.names]  # their masters, where there are some
+            nbytes = sum(x.numel * x.wide_dtype.itemsize for x in averaged)
         return collective.joined(problem.mesh, action, nbytes, ranks) / rounds
 
     return seconds

@@ -404,10 +404,9 @@ class Worker:
         is not finite raises LaunchError on every rank (with local and asynchronous updates on those
         of its data coordinate), and leaves the parameters as they were; in float16 the loss alone,
         as steps with such gradients are skipped there (with it or without, until the scale of the
-        loss would be below 6e-5). In a 16-bit program the parameters are
-        masters in float32. Returns the optimizer, for schedulers of its learning rate. Raises
-        InputError for an optimizer that is made already, for other values, and where no parameter
-        matches a pattern.
+        loss would be below 6e-5). In a 16-bit program the parameters are masters in float32.
+        Returns the optimizer, for schedulers of its learning rate. Raises InputError for an
+        optimizer that is made already, for other values, and where no parameter matches a pattern.
 
         An optimizer that is not known to work element by element (Adafactor, Muon, a class of your
         own) gets whole parameters from `zero`; InputError is raised where ranks hold only pieces of
