@@ -64,6 +64,28 @@ def bucket_size(graph: Graph, pipeline: int) -> int:
     return min(BUCKET, max(SMALL_BUCKET, trained // pipeline // PARTS))
 
 
+def filled(items: Iterable[Parameter], most: int) -> list[list[Parameter]]:
+    """The parameters in buckets of at most so many bytes of gradients, in the order in which the
+    last of each comes. A bucket is of one dtype, experts apart; a tensor that is larger, or has a
+    gradient of rows, is alone in one, and small ones before and behind it go together.
+    """
+    found: list[list[Parameter]] = []
+    unfilled: dict[Hashable, list[Parameter]] = {}
+    place: dict[str, int] = {}
+    for item in items:
+        place[item.name] = len(place)
+        alike, size = (item.dtype, bool(item.experts)), item.gradient_nbytes
+        if item.looked_up or size > most:
+            found.append([item])
+            continue
+        part = unfilled.get(alike)
+        if part is None or sum(x.gradient_nbytes for x in part) + size > most:
+            part = unfilled[alike] = []
+            found.append(part)
+        part.append(item)
+    return sorted(found, key=lambda part: place[part[-1].name])
+
+
 def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype | None) -> Graph:
     """The graph to plan: with the attention kernels of the devices, in `dtype` (None: its own)."""
     if not options.exact:
@@ -264,26 +286,27 @@ class Problem:
         """Seconds to gather each block's parameters, and to reduce-scatter its gradients, on the
         slowest ranks."""
 
-        def joined(action: str, nbytes: int, count: int, expert: int | None) -> float:
+        def joined(action: str, nbytes: int, expert: int | None) -> float:
             if not nbytes:
                 return 0.0
             ranks = range(1 if self.mesh.is_uniform else self.mesh.pipeline)
             rows = (self.mesh.grid.replicas([rank], expert=expert) for rank in ranks)
-            each = nbytes / count
-            return count * max(collective.joined(self.mesh, action, each, row) for row in rows)
+            return max(collective.joined(self.mesh, action, nbytes, row) for row in rows)
 
         def summed(block: Block, expert: int | None) -> float:
-            trained = [x for x in self._shared(block, expert) if x.trainable]
-            whole = sum(x.gradient_nbytes for x in trained)
-            buckets = min(len(trained), math.ceil(whole / self.bucket))  # tensors stay whole
-            sent = sum(x.summed_nbytes(self.options.data_updates) for x in trained)
-            return known("reduce-scatter", sent, max(1, buckets), expert)
+            trained = (x for x in self._shared(block, expert) if x.trainable)
+            parts = filled(trained, self.bucket)
+            return sum(known("reduce-scatter", self.sent_bytes(part), expert) for part in parts)
 
         known, found = functools.cache(joined), []
         for block in priced.cut.blocks:
-            gathers = [known("all-gather", self._unit_bytes(block, of), 1, of) for of in (None, 0)]
+            gathers = [known("all-gather", self._unit_bytes(block, of), of) for of in (None, 0)]
             found.append((sum(gathers), sum(summed(block, of) for of in (None, 0))))
         return found
+
+    def sent_bytes(self, bucket: Iterable[Parameter]) -> int:
+        """Bytes of the sum of a bucket, as compressed as the options say."""
+        return sum(item.summed_nbytes(self.options.data_updates) for item in bucket)
 
     def under(self, plan: Plan) -> Priced:
         """The plan's blocks with their costs under it."""

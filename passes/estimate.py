@@ -20,7 +20,7 @@ from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, Summed, 
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
-from parcompiler.problem import Found, Problem
+from parcompiler.problem import Found, Problem, filled
 from parcompiler.schedules.planned import held as kept_by
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
@@ -274,17 +274,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     level = problem.options.zero if isinstance(problem.options.zero, int) else 0
     trained = _last_uses(problem, parts)
     units = priced.cut.units(part.weights for part in parts) if level == 3 else [0] * len(parts)
-    buckets = [
-        bucket
-        for ranks in dict.fromkeys(problem.sharers(item) for own in trained for item in own)
-        for bucket in _buckets(
-            [[item for item in own if problem.sharers(item) == ranks] for own in trained],
-            ranks,
-            problem.bucket,
-            units,
-        )
-    ]
-    buckets.sort(key=lambda bucket: -bucket.block)
+    buckets = _buckets(problem, trained, units)
     sent_and_received = 1 + (problem.options.compression is not None)
     largest = max((bucket.size for bucket in buckets), default=0)
     return Exchanged(
@@ -312,19 +302,23 @@ def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter
 
 
 def _buckets(
-    trained: Sequence[Sequence[Parameter]], ranks: int, most: int, units: Sequence[int]
-) -> Iterator[Summed]:
-    """The buckets of gradients that so many data ranks share, as `lower.buckets` fills them: none
-    has gradients of several units."""
-    size, made, at = 0, 0, 0
-    for k in reversed(range(len(trained))):
-        for item in reversed(trained[k]):
-            if size and (size + item.summed_nbytes() > most or units[at] != units[k]):
-                yield Summed(size, at, ranks, made)
-                size, made = 0, 0
-            size, made, at = size + item.summed_nbytes(), made + item.nbytes, k
-    if size:
-        yield Summed(size, at, ranks, made)
+    problem: Problem, trained: Sequence[Sequence[Parameter]], units: Sequence[int]
+) -> list[Summed]:
+    """The buckets of gradients as `lower.buckets` has them, in the order of the backward: none has
+    gradients of several units."""
+    home = {item.name: k for k, own in enumerate(trained) for item in own}
+    backward = [(units[k], item) for k, own in enumerate(trained) for item in own][::-1]
+    found = [
+        Summed(
+            size=sum(item.summed_nbytes() for item in part),
+            block=home[part[-1].name],
+            ranks=problem.sharers(part[0]),
+            made=sum(item.nbytes for item in part),
+        )
+        for unit in dict.fromkeys(unit for unit, _ in backward)
+        for part in filled((item for at, item in backward if at == unit), problem.bucket)
+    ]
+    return sorted(found, key=lambda bucket: -bucket.block)
 
 
 def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:

@@ -40,7 +40,7 @@ from parcompiler.passes.estimate import costs, decisions, estimate, held, update
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
-from parcompiler.problem import LEVELS, Problem
+from parcompiler.problem import LEVELS, Problem, filled
 from parcompiler.schedules.planned import outline, shorter
 from parcompiler.timeline import StageCost
 
@@ -196,13 +196,12 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
     shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
     items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
     summed = [x for x in items if problem.sharers(x) == mesh.replicas]
-    size = sum(x.summed_nbytes() for x in summed) / mesh.pipeline
-    number = max(1, min(len(summed) // mesh.pipeline, math.ceil(size / problem.bucket)))
-    size = sum(x.summed_nbytes(problem.options.data_updates) for x in summed) / mesh.pipeline
     priced = problem.priced(problem.levels[0])
     forward, backward = (sum(x) / mesh.pipeline for x in (priced.forward, priced.backward))
     action = "reduce-scatter" if level else "all-reduce"
-    sums = number * collective.joined(mesh, action, size / number, mesh.grid.replicas([0]))
+    ranks = mesh.grid.replicas([0])
+    sizes = map(problem.sent_bytes, filled(summed, problem.bucket))
+    sums = sum(collective.joined(mesh, action, size, ranks) for size in sizes) / mesh.pipeline
     # the first rank ends with the first of its stages, whose blocks may run twice
     late = max(0.0, sums - forward - backward) * mesh.pipeline / len(outline(plan).placement)
     if level == 2:
@@ -285,20 +284,16 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
         for expert in (None, 0):  # experts apart from all others
             items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
             items = [item for item in items if problem.sharers(item) > 1]
-            whole = sum(item.summed_nbytes() for item in items)
-            number = max(1, min(len(items), math.ceil(whole / problem.bucket)))
-            sent = sum(item.summed_nbytes(problem.options.data_updates) for item in items)
             each = functools.partial(
                 collective.joined, problem.mesh,
                 ranks=problem.mesh.grid.replicas([rank], expert=expert),
             )  # fmt: skip
-            if items:
-                count += number
+            for bucket in filled(items, problem.bucket):
+                count += 1
                 action = "reduce-scatter" if level else "all-reduce"
-                sums += number * each(action, nbytes=sent / number)
-            if items and level:
-                weights = sum(item.nbytes for item in items)
-                gathers += number * each("all-gather", nbytes=weights / number)
+                sums += each(action, nbytes=problem.sent_bytes(bucket))
+                if level:
+                    gathers += each("all-gather", nbytes=sum(item.nbytes for item in bucket))
         count = max(1, count)
         mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
         first = placement.index(rank)  # it waits for the stages before it anyway

@@ -27,13 +27,13 @@ A tensor that several ranks hold is in a bucket of each then, and its sum at the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
-from parcompiler.graph import Graph, Parameter
+from parcompiler.graph import Graph
 from parcompiler.instruction import EXPERTS, MESSAGES, ROWS, Instruction, Kind
 from parcompiler.lower.lowered import Bucket, Spread, StageProgram, TiedTensor
-from parcompiler.problem import bucket_size
+from parcompiler.problem import bucket_size, filled
 from parcompiler.schedules.action import NOWHERE
 
 Lines = tuple[Instruction, ...]
@@ -60,7 +60,7 @@ def buckets(
         for stage, names in final.items():
             items = [graph.by_name[name] for name in names if name not in apart]
             items = [item for item in items if item.trainable]
-            for part in _filled(items, most):
+            for part in filled(items, most):
                 own = tuple(item.name for item in part)
                 kind = EXPERTS if part[0].experts else ROWS if part[0].looked_up else "bucket_"
                 found.append(Bucket(f"{kind}{len(found)}", own, (rank,), stage))
@@ -160,20 +160,3 @@ def _read(graph: Graph, stage: StageProgram) -> list[str]:
         for operand in node.all_input_nodes
     )
     return list(dict.fromkeys(item.name for item in operands if item and item.trainable))
-
-
-def _filled(items: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
-    """The parameters in buckets of one dtype, experts apart; what is larger than a bucket, or has a
-    gradient of rows, is alone in one."""
-    alike: dict[object, list[Parameter]] = defaultdict(list)
-    for item in items:
-        alone = item.name if item.looked_up else ""
-        alike[item.dtype, bool(item.experts), alone].append(item)
-    for same in alike.values():
-        part: list[Parameter] = []
-        for item in same:
-            if part and sum(p.gradient_nbytes for p in (*part, item)) > most:
-                yield part
-                part = []
-            part.append(item)
-        yield part

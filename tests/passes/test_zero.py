@@ -9,7 +9,7 @@ import torch
 import parcompiler as pc
 from parcompiler import problem
 from parcompiler.device import device
-from parcompiler.instruction import Kind
+from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.models import dlrm, gpt
 from parcompiler.passes import decide, estimate
 from parcompiler.passes.shard.local import local
@@ -226,3 +226,24 @@ def test_gathers_are_beside_the_half_of_a_backward_that_needs_them(schedule: str
     )  # fmt: skip
     step = decide.step_of(program.problem, program.plan)
     assert step == pytest.approx(program.simulate().step_time, rel=0.05)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_estimate_agrees_with_the_lists_where_links_are_the_bound(
+    zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problem, "BUCKET", 25 * 2**20)
+    config = gpt.Config(layers=8, heads=96, hidden=12288, vocabulary=512, sequence=1024, tied=False)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    tokens = torch.zeros(1, config.sequence, dtype=torch.long)
+    kind = dataclasses.replace(device("a100-80g"), memory=10**12)
+    program = pc.compile(
+        model, pc.Mesh(data=768, device=kind), (tokens, tokens), microbatches=2, zero=zero,
+        precision="bf16", progress=False,
+    )  # fmt: skip
+    timeline = program.simulate()
+    compute = sum(e.end - e.begin for e in timeline.events if e.instruction.kind in COMPUTE)
+    assert timeline.step_time > 1.2 * compute
+    step = decide.step_of(program.problem, program.plan)
+    assert step == pytest.approx(timeline.step_time, rel=0.05)
