@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -200,8 +201,9 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
     forward, backward = (sum(x) / mesh.pipeline for x in (priced.forward, priced.backward))
     action = "reduce-scatter" if level else "all-reduce"
     ranks = mesh.grid.replicas([0])
-    sizes = map(problem.sent_bytes, filled(summed, problem.bucket))
-    sums = sum(collective.joined(mesh, action, size, ranks) for size in sizes) / mesh.pipeline
+    sizes = Counter(map(problem.sent_bytes, filled(summed, problem.bucket)))
+    each = (number * collective.joined(mesh, action, size, ranks) for size, number in sizes.items())
+    sums = sum(each) / mesh.pipeline
     # the first rank ends with the first of its stages, whose blocks may run twice
     late = max(0.0, sums - forward - backward) * mesh.pipeline / len(outline(plan).placement)
     if level == 2:
@@ -284,10 +286,8 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
         for expert in (None, 0):  # experts apart from all others
             items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
             items = [item for item in items if problem.sharers(item) > 1]
-            each = functools.partial(
-                collective.joined, problem.mesh,
-                ranks=problem.mesh.grid.replicas([rank], expert=expert),
-            )  # fmt: skip
+            ranks = problem.mesh.grid.replicas([rank], expert=expert)
+            each = functools.cache(functools.partial(collective.joined, problem.mesh, ranks=ranks))
             for bucket in filled(items, problem.bucket):
                 count += 1
                 action = "reduce-scatter" if level else "all-reduce"
