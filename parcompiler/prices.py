@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.cost import collective
@@ -133,8 +133,15 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
     """
     sums = {item.label: item for item in lowered.shared}
     by_name, updates = lowered.graph.by_name, lowered.updates
+    known: dict[Hashable, float] = {}  # those of all micro-batches take as long
 
     def seconds(line: Instruction) -> float:
+        key = line.kind, line.stage, line.value, line.ranks
+        if key not in known:
+            known[key] = asked(line)
+        return known[key]
+
+    def asked(line: Instruction) -> float:
         if line.kind is Kind.UNSHARD:
             assert line.stage is not None
             held = [by_name[name] for name in lowered.stages[line.stage].tensors]
