@@ -194,21 +194,27 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
     mesh, level, m = problem.mesh, problem.zero, plan.microbatches
     if mesh.replicas == 1 or problem.options.asynchronous or level == 3:
         return 0.0
-    shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
-    items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
-    summed = [x for x in items if problem.sharers(x) == mesh.replicas]
     priced = problem.priced(problem.levels[0])
     forward, backward = (sum(x) / mesh.pipeline for x in (priced.forward, priced.backward))
     action = "reduce-scatter" if level else "all-reduce"
     ranks = mesh.grid.replicas([0])
-    sizes = Counter(map(problem.sent_bytes, filled(summed, problem.bucket)))
-    each = (number * collective.joined(mesh, action, size, ranks) for size, number in sizes.items())
+    key = "summed", problem.bucket, problem.options.data_updates, mesh.expert > 1
+    sizes = problem.graph.once(key, lambda: _summed(problem)).items()
+    each = (number * collective.joined(mesh, action, size, ranks) for size, number in sizes)
     sums = sum(each) / mesh.pipeline
     # the first rank ends with the first of its stages, whose blocks may run twice
     late = max(0.0, sums - forward - backward) * mesh.pipeline / len(outline(plan).placement)
     if level == 2:
         late += (m - 1) * max(0.0, sums - (1 + again) * forward - backward)
     return late
+
+
+def _summed(problem: Problem) -> Counter[int]:
+    """How often all data ranks sum so many bytes, besides those of a vocabulary on all ranks."""
+    shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
+    items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
+    summed = [x for x in items if problem.sharers(x) == problem.mesh.replicas]
+    return Counter(map(problem.sent_bytes, filled(summed, problem.bucket)))
 
 
 def step_of(problem: Problem, plan: Plan) -> float:

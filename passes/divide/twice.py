@@ -108,7 +108,7 @@ def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
     weight = 1 + sum(kind.blocks for kind in kinds)
     model.minimize([(weight * (k.again or 0) + 1, n[t]) for t, k in enumerate(kinds)])
     try:
-        found = solve(model)
+        found = solve(model, relax=True)
     except InfeasibleError:
         return None
     counts = tuple(int(found[variable]) for variable in n)
