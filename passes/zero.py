@@ -132,11 +132,9 @@ def _lowest(
     # Where the lean plan fits and little is exposed, it is the best of a level.
     known = needed()
     open_to = [s for s in shares if not s.fits or s.exposed - apart(s) > GAIN * s.step]
-    floors = {
-        share.level: max(least, bound(at[share.level], known) if least < known else 0.0)
-        for share in open_to
-    }
-    for share in sorted(open_to, key=lambda share: (floors[share.level], -share.level)):
+    bounds = {x.level: bound(at[x.level], known) if least < known else 0.0 for x in open_to}
+    floors = {level: max(least, seconds) for level, seconds in bounds.items()}
+    for share in sorted(open_to, key=lambda x: (floors[x.level], bounds[x.level], -x.level)):
         below = needed() - apart(share)
         if floors[share.level] >= below:
             continue
