@@ -107,7 +107,8 @@ def check_fits(graph: Graph, checkpoint: Checkpoint) -> None:
         for name, entry in checkpoint.entries.items()
         if name.startswith(("model/", "unsaved/"))
     }
-    shapes = {item.name: tuple(item.shape) for item in graph.parameters}
+    whole = graph.undivided or graph  # experts in pieces are whole in files
+    shapes = {item.name: tuple(item.shape) for item in whole.parameters}
     for name in sorted(shapes.keys() | stored.keys()):
         if shapes.get(name) != stored.get(name):
             message = (
@@ -132,12 +133,12 @@ def _options(options: Options) -> dict[str, Any]:
 def check_published(graph: Graph, folder: Path) -> None:
     """Raise InputError unless a folder has published weights of this model, all that its state dict
     has."""
-    source = published.opened(folder)
-    names = {name for item in graph.parameters for name in (item.name, *item.aliases)}
+    source, parameters = published.opened(folder), (graph.undivided or graph).parameters
+    names = {name for item in parameters for name in (item.name, *item.aliases)}
     mapping = published.renamed(source.files, names)
     stored = published.grouped(mapping)
     try:
-        for item in graph.parameters:
+        for item in parameters:
             own = (item.name, *item.aliases)
             found = next((stored[name] for name in own if name in stored), None)
             if found is not None:

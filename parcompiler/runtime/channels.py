@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ from parcompiler.runtime.collective_queue import (
     queue_on,
 )
 from parcompiler.runtime.compression import DTYPES, scattered, sum_in_order
+from parcompiler.runtime.failure import DifferentCallsError
+from parcompiler.runtime.flight import FlightRecorder
 from parcompiler.runtime.joining import backend_of
 from parcompiler.runtime.parcels import nbytes, packed, parcels, unpacked
 from parcompiler.runtime.program import RankProgram, Value
@@ -40,13 +43,14 @@ from parcompiler.runtime.program import RankProgram, Value
 # NCCL only their order counts. No rank sends a message with the last tag.
 TRAINING, EVALUATION, _NO_INSTRUCTION, _NEVER_SENT = range(4)
 FOREVER = timedelta(days=365)  # for messages that may come when a user likes
+FEW_NUMBERS = 6  # that ranks tell each other at once
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
 
 
 class Channels:
     """The process groups of this rank; `connect` makes that of all ranks, `open` the others.
 
-    `failed` is called with an error that no wait raises.
+    `failed` is called with an error that no wait raises; `flight` knows in which call a rank is.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class Channels:
         device: torch.device,
         timeout: timedelta,
         failed: Callable[[Exception], object],
+        flight: FlightRecorder | None = None,
     ) -> None:
+        self._flight = flight or FlightRecorder()
         self.device = device
         self._failed = failed
         self.tag = TRAINING  # of the messages of instructions
@@ -312,7 +318,21 @@ class Channels:
             dist.broadcast(tensor, source, group=self._all)
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
-        """The numbers of every rank, by rank. A collective of all ranks."""
+        """The numbers of every rank, by rank. A collective of all ranks.
+
+        Gloo ends the process where ranks send rows of different lengths. So all send as many first,
+        with the call that they are in: DifferentCallsError is raised where one is in another.
+        """
+        call = zlib.crc32(self._flight.called.encode())
+        first, more = numbers[:FEW_NUMBERS], numbers[FEW_NUMBERS:]
+        rows = self._gather((call, len(numbers), *first, *(0,) * (FEW_NUMBERS - len(first))))
+        if any(row[:2] != rows[0][:2] for row in rows):
+            raise DifferentCallsError
+        others = self._gather(more) if more else [()] * len(rows)
+        return [(*row[2 : 2 + len(first)], *rest) for row, rest in zip(rows, others, strict=True)]
+
+    def _gather(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """As many numbers of every rank, by rank."""
         row = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         rows = row.new_empty(self._program.size * len(numbers))
         dist.all_gather_single(rows, row, self._all)

@@ -90,6 +90,13 @@ class Status:
         return f"{where} {replace(self.position, waits=self.waits)}"
 
 
+class DifferentCallsError(RuntimeError):
+    """Ranks have met in different calls."""
+
+    def __str__(self) -> str:
+        return f"ranks make different calls: {_SAME}"
+
+
 class Connections(Protocol):
     """The process groups of a rank."""
 
@@ -370,12 +377,15 @@ def explain(
 ) -> Exception:
     """The exception that a rank raises for `error`, after telling the others.
 
-    An error of the network is another rank's failure: the watch knows which.
+    An error of the network is another rank's failure: the watch knows which; and which calls they
+    make that have met in different ones.
     """
     explained: Exception
-    if isinstance(error, RuntimeError) and (watch.cause or _is_network(error)):
+    differ = isinstance(error, DifferentCallsError)
+    if isinstance(error, RuntimeError) and (watch.cause or differ or _is_network(error)):
         late = "timed out" in str(error).lower()
-        lost = f"rank {rank} {_LATE if late else _BROKEN} {place}: {_line(error)}"
+        how = "stopped" if differ else _LATE if late else _BROKEN
+        lost = f"rank {rank} {how} {place}: {_line(error)}"
         cause = watch.lose(lost)
         stopped = f"rank {rank} stopped {place} because {cause}"
         explained = LaunchError(lost if cause == lost else stopped)

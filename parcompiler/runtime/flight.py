@@ -68,6 +68,7 @@ class FlightRecorder:
         self.folder = folder
         self._ring: deque[tuple[float, Instruction | str, bool]] = deque(maxlen=RECENT)
         self._thread = threading.get_ident()
+        self.called = ""  # the call that the thread is in, or was in last
         self._computed = 0.0  # when the thread was last seen not to wait
         self.note("start")
 
@@ -79,6 +80,7 @@ class FlightRecorder:
     def call(self, text: str) -> None:
         """The calling thread begins a call, or goes on with it."""
         self._thread = threading.get_ident()
+        self.called = text
         self.note(text)
 
     @property

@@ -135,7 +135,9 @@ class Worker:
         store = meet(program, timeout)
         self.flight = FlightRecorder()
         # The watch says who is late, and aborts the groups, before their own timeouts do.
-        self._channels = Channels(program, self.device, timeout + BACKSTOP, self._explained)
+        self._channels = Channels(
+            program, self.device, timeout + BACKSTOP, self._explained, self.flight
+        )
         seconds = timeout.total_seconds()
         self._watch = Watch(store, program, self._channels, self.flight, host(store), seconds)
         with self._failing_together():

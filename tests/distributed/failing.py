@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -36,6 +37,12 @@ def fail(way: str, worker: pc.Worker) -> None:
         return
     if way == "gather on rank 0" and worker.rank == 0:
         worker.gather_state_dict()
+    if way == "save on rank 0, evaluations elsewhere":
+        with tempfile.TemporaryDirectory() as folder:
+            worker.evaluate(good) if worker.rank else worker.save(folder)
+    if way == "a question of rank 0 alone":
+        assert worker.rank or not worker.any_rank(False), "nobody said so"
+        worker.evaluate(good)
     if way == "a loader that fails on rank 1" and worker.rank == 1:
         message = "no such file"
         raise OSError(message)

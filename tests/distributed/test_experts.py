@@ -18,6 +18,7 @@ import parcompiler as pc
 from parcompiler.device import Link, device
 from parcompiler.instruction import EXPERTS, Kind
 from parcompiler.models import moe
+from parcompiler.request import check_fits, check_published
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.verification.batches import random_batch
 from parcompiler.verification.pool import Job, pool
@@ -271,10 +272,12 @@ DEGREES = {
 
 def test_a_run_goes_on_with_other_expert_ranks_and_levels_to_the_bit(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = []
+    graphs = []
     for name, (mesh, zero) in DEGREES.items():
         program = compiled("moe", mesh, microbatches=4 // mesh["data"], zero=zero)
         config: Any = getattr(program.model, "config")  # noqa: B009
         program.export(tmp_path / name)
+        graphs.append(program.problem.graph)
         actions = [["load", jobs[-1]["name"]] if jobs else ["train", 2], ["save", name]]
         job = {"program": name, "ranks": program.lowered.grid.size, "rows": 8, "no_loader": True}
         job |= {"name": name, "high": config.vocabulary, "length": config.sequence}
@@ -285,6 +288,8 @@ def test_a_run_goes_on_with_other_expert_ranks_and_levels_to_the_bit(tmp_path: P
     assert [one["faults"] for one in seen] == [[]] * len(jobs)
     first, *others = (folders.read(folders.find(tmp_path / name)) for name in DEGREES)
     assert any(key.startswith("optimizer exp_avg/") for key in first.entries)
+    for graph in graphs:
+        check_fits(graph, first)
     for other in others:
         for key in first.entries:
             if not key.startswith("extra/"):
@@ -292,6 +297,13 @@ def test_a_run_goes_on_with_other_expert_ranks_and_levels_to_the_bit(tmp_path: P
     assert [one["losses"][-1] for one in seen] == pytest.approx(
         [seen[0]["losses"][-1]] * 4, rel=1e-9
     )
+
+
+def test_published_weights_of_whole_experts_fit_expert_ranks(tmp_path: Path) -> None:
+    with compiled("moe", {"data": 1}).worker() as worker:
+        worker.save_pretrained(tmp_path)
+    for mesh, _ in DEGREES.values():
+        check_published(compiled("moe", mesh).problem.graph, tmp_path)
 
 
 @pytest.mark.sweep

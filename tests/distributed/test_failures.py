@@ -42,6 +42,14 @@ WAYS = {
         "LaunchError: rank 1 stopped ",
         "because ranks make different calls (call 2 is gather on rank 0 and step on rank ",
     ),
+    "save on rank 0, evaluations elsewhere": (
+        "LaunchError: rank 1 stopped ",
+        "because ranks make different calls (call 2 is save on rank 0 and evaluate on rank ",
+    ),
+    "a question of rank 0 alone": (
+        "LaunchError: rank 0 stopped ",
+        "ranks make different calls: every rank must make the same calls in the same order",
+    ),
     "a loader that fails on rank 1": (
         "OSError: no such file",
         "because rank 1 left its worker because of OSError: no such file",
