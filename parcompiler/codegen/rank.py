@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.effects import effects_of
+from parcompiler.capture.inputs import flat
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.codegen.layout import WIDTH, table, wrap
 from parcompiler.codegen.listing import written
@@ -26,6 +27,7 @@ from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import Shard, own_rows
 from parcompiler.report.names import numbers
 from parcompiler.runtime.program import (
+    PLAIN,
     Input,
     KeptOutput,
     RankProgram,
@@ -92,6 +94,7 @@ if __name__ == "__main__":
 
 _TITLES = {
     "inputs": "The tensors of one micro-batch: their key in the batch, shape and dtype.",
+    "constants": "Values of a batch that are no tensors: all steps are computed with these.",
     "values": "The tensors between stages, for one micro-batch. A gradient comes back for each but "
     "those with differentiable=False.",
     "tied": "Tensors that several ranks hold: their gradients are summed.",
@@ -173,6 +176,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         updated=graph.updates_weights,
         outputs={name: _kept(lowered, name, node) for name, node in graph.kept.items()},
         row_gradients={x.name: x.looked_up // grid.data for x in graph.parameters if x.looked_up},
+        constants={key: x for key, x in flat(graph.sample or ()) if isinstance(x, PLAIN)},
     )
 
 

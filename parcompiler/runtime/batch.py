@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.runtime.program import Input, RankProgram
+from parcompiler.runtime.program import PLAIN, Input, RankProgram
 
 
 def microbatches(
@@ -26,7 +26,7 @@ def microbatches(
     leaves = dict(_leaves(batch))
     wanted = {spec.key for spec in program.inputs.values()}
     _check_form(program, batch)
-    _check_keys(leaves, wanted)
+    _check_keys(leaves, wanted, program.constants)
     count = _count(program, leaves) if fewer else program.microbatches
     return _cut(program, {name: leaves[spec.key] for name, spec in program.inputs.items()}, count)
 
@@ -41,7 +41,7 @@ def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, obj
     needed = {name for output in program.outputs.values() for name in output.inputs}
     _check_form(program, batch)
     specs = [s for n, s in program.inputs.items() if n in needed or s.key in leaves]
-    _check_keys(leaves, {spec.key for spec in specs})
+    _check_keys(leaves, {spec.key for spec in specs}, program.constants)
     counts: dict[str, int] = {}
     for spec in (spec for spec in specs if spec.shape):
         tensor, rows = leaves[spec.key], spec.shape[0] // program.samples
@@ -134,10 +134,12 @@ def _check_form(program: RankProgram, batch: object) -> None:
     raise InputError(message)
 
 
-def _check_keys(leaves: Mapping[str, object], wanted: set[str]) -> None:
-    """Refuse missing tensors, and tensors that the model was compiled without.
+def _check_keys(
+    leaves: Mapping[str, object], wanted: set[str], constants: Mapping[str, object]
+) -> None:
+    """Refuse missing tensors, and values that the model was compiled without.
 
-    Constants of the compiled inputs may stand in the batch or not.
+    Constants of the compiled inputs may stand in the batch or not, with the values that they had.
     """
     needed = ", ".join(sorted(wanted)) or "nothing"
     missing = sorted(wanted - leaves.keys())
@@ -147,13 +149,23 @@ def _check_keys(leaves: Mapping[str, object], wanted: set[str]) -> None:
             f"needed: {needed})"
         )
         raise InputError(message)
-    unknown = [k for k in leaves if k not in wanted and isinstance(leaves[k], torch.Tensor)]
+    unknown = [k for k in leaves if k not in wanted and k not in constants]
     if unknown:
         message = (
             f"the batch has {unknown[0]!r}, which the model was compiled without (needed: "
             f"{needed}): compile it with inputs that have it"
         )
         raise InputError(message)
+    for key in constants.keys() & leaves.keys():
+        value = leaves[key]
+        is_plain = isinstance(value, PLAIN)
+        if not is_plain or value != constants[key]:
+            message = (
+                f"batch[{key!r}] is {value if is_plain else type(value).__name__}, and the model "
+                f"was compiled with {constants[key]}: what is no tensor is the same in all steps "
+                "(compile it with a tensor there, or anew with this value)"
+            )
+            raise InputError(message)
 
 
 def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int) -> None:

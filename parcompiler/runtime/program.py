@@ -25,6 +25,9 @@ from parcompiler.instruction import (
 )
 from parcompiler.pieces import Shard, Span, piece
 
+# What a batch may have besides tensors.
+PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Input:
@@ -96,7 +99,8 @@ class RankProgram:
     Gradients of the tables in `row_gradients` are the rows that are looked up, so many on a rank.
     `narrow` is the 16-bit dtype of parameters that have masters in float32. `unsaved` are the
     tensors that the model's state dict has not. `updated` are the parameters that forwards update
-    themselves. `outputs` are those that predictions return.
+    themselves. `outputs` are those that predictions return. `constants` are the values of a batch
+    that are no tensors, by key, as the model was compiled with them.
     """
 
     rank: int
@@ -131,6 +135,7 @@ class RankProgram:
     updated: tuple[str, ...] = ()
     outputs: Mapping[str, KeptOutput] = field(default_factory=dict)
     row_gradients: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
     def grid(self) -> Grid:

@@ -333,6 +333,7 @@ class Worker:
         leaves: dict[str, object] = {}
         refusal, count, digest = "", 0, 0
         try:
+            self._check_modes(training=False)
             leaves, count = samples_of_batch(program, batch)
             self._predictions.check(count)
             self._interpreter.check(padded(program, leaves, -(-count // program.samples)))
@@ -866,6 +867,7 @@ class Worker:
         cannot be computed with."""
         with self._failing_together(but=InputError), self._in_groups():
             self._tensors.check_loaded()
+            self._check_modes(training)
             batches = microbatches(self.program, batch, fewer=not training)
             batches = [
                 {n: t.to(self.device, non_blocking=True) for n, t in each.items()}
@@ -875,6 +877,18 @@ class Worker:
                 self._copied = torch.cuda.current_stream(self.device).record_event()
             self._interpreter.check(batches)
             return batches
+
+    def _check_modes(self, training: bool) -> None:
+        """Refuse modes of the caller in which other numbers come out than were compiled."""
+        if torch.is_autocast_enabled(self.device.type):
+            message = (
+                "a program computes in its own precision: call it outside of torch.autocast, and "
+                "compile with precision='bf16' instead"
+            )
+            raise InputError(message)
+        if training and torch.is_inference_mode_enabled():
+            message = "nothing is trained within torch.inference_mode(): call step outside of it"
+            raise InputError(message)
 
     @contextmanager
     def _in_groups(self) -> Iterator[None]:

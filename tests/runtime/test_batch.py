@@ -3,6 +3,7 @@
 import re
 from collections import UserDict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,8 +68,45 @@ def test_a_tensor_that_the_model_was_compiled_without_is_named() -> None:
 
 
 def test_constants_may_stand_in_the_batch_or_not() -> None:
+    spec = replace(program(IDS), constants={"use_cache": False, "mask": None})
     for batch in ({"ids": ids()}, {"ids": ids(), "use_cache": False, "mask": None}):
-        assert list(microbatches(program(IDS), batch)[0]) == ["ids"]
+        assert list(microbatches(spec, batch)[0]) == ["ids"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weight": 2.0}, "batch['weight'] is 2.0, and the model was compiled with 1.0"),
+        ({"mask": ids()}, "batch['mask'] is Tensor, and the model was compiled with None"),
+        ({"mask": [1]}, "the batch has 'mask.0', which the model was compiled without"),
+        ({"typo": 3}, "the batch has 'typo', which the model was compiled without (needed: ids)"),
+    ],
+)
+def test_other_constants_than_those_of_the_model_are_refused(
+    given: dict[str, Any], message: str
+) -> None:
+    spec = replace(program(IDS), constants={"weight": 1.0, "mask": None})
+    with pytest.raises(pc.InputError, match=re.escape(message)):
+        microbatches(spec, {"ids": ids(), **given})
+
+
+def test_a_program_keeps_the_constants_of_its_inputs(tmp_path: Path) -> None:
+    class Weighted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, weight: float, names: list[str]) -> torch.Tensor:
+            loss: torch.Tensor = weight * len(names) * self.inner(x).sum()
+            return loss
+
+    inputs = {"x": torch.ones(1, 2), "weight": 0.5, "names": ["a", 'b"']}
+    compiled = pc.compile(Weighted(), pc.Mesh(), inputs, microbatches=1, progress=False)
+    known = {"weight": 0.5, "names.0": "a", "names.1": 'b"'}
+    assert compiled.rank_program(0).constants == known
+    compiled.export(tmp_path)
+    with pc.load(tmp_path).worker() as worker:
+        assert worker.program.constants == known
 
 
 def test_another_dtype_is_refused() -> None:
@@ -110,8 +148,9 @@ def test_a_dict_is_refused_where_positions_were_compiled() -> None:
 
 def test_positions_count_from_zero_and_constants_keep_theirs() -> None:
     spec = program(Input("1", (2, 4), torch.int64), positional=True)
-    assert torch.equal(microbatches(spec, (None, ids()))[0]["1"], ids()[:2])
-    assert torch.equal(microbatches(spec, [True, ids()])[0]["1"], ids()[:2])
+    spec = replace(spec, constants={"0": True})
+    assert torch.equal(microbatches(spec, (True, ids()))[0]["1"], ids()[:2])
+    assert torch.equal(microbatches(spec, [1, ids()])[0]["1"], ids()[:2])
 
 
 def test_a_single_tensor_is_the_first_argument() -> None:
@@ -138,6 +177,7 @@ def test_tensors_in_nested_values_are_known_by_their_path(
     batch: Any, keys: tuple[str, ...]
 ) -> None:
     spec = program(*(Input(key, (2, 4), torch.int64) for key in keys))
+    spec = replace(spec, constants={"images.1": None} if "images.2" in keys else {})
     names = {key.replace(".", "_") for key in keys}
     assert all(set(piece) == names for piece in microbatches(spec, batch))
 

@@ -430,6 +430,21 @@ def test_after_a_failed_step_the_worker_says_that_it_is_closed_and_why(
             worker.step(batch(MICROBATCHES))
 
 
+def test_modes_in_which_other_numbers_come_out_are_refused(program: pc.Program) -> None:
+    with program.worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        with torch.inference_mode(), pytest.raises(pc.InputError, match="nothing is trained"):
+            worker.train_step(batch(3))
+        with torch.autocast("cpu"):
+            for call in (worker.step, worker.train_step, worker.evaluate):
+                with pytest.raises(pc.InputError, match=r"outside of torch\.autocast"):
+                    call(batch(3))
+        with torch.no_grad():
+            first, second = (worker.train_step(batch(3)) for _ in range(2))
+        with torch.inference_mode():
+            assert worker.evaluate(batch(3)) != second < first
+
+
 def test_a_refused_batch_leaves_the_worker_and_its_gradients_as_they_were(
     program: pc.Program,
 ) -> None:

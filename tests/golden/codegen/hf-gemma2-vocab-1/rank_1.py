@@ -19,6 +19,11 @@ INPUTS = {
     "labels": Input("labels", (2, 12), torch.int64, high=96),
 }
 
+# Values of a batch that are no tensors: all steps are computed with these.
+CONSTANTS = {
+    "use_cache": False,
+}
+
 # The tensors between stages, for one micro-batch. A gradient comes back for each but those with
 # differentiable=False.
 VALUES = {
@@ -140,6 +145,7 @@ PROGRAM = RankProgram.parsed(
     aliases=ALIASES,
     rows=ROWS,
     unsaved=UNSAVED,
+    constants=CONSTANTS,
 )
 
 
