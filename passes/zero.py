@@ -142,7 +142,7 @@ def _lowest(
             trial = complete(at[share.level], below)
         except InfeasibleError as error:
             refusal = refusal or error
-            if best:  # nor is any with less memory
+            if best or most < math.inf:  # nor is any with less memory
                 floors |= {k: max(below, floors[k]) for k in floors if k < share.level}
             continue
         step = step_of(local(problem, trial), trial)
