@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 
+from parcompiler.cli.output import note
 from parcompiler.cli.words import HF
 from parcompiler.errors import InputError
+from parcompiler.runtime.checkpoint.folder import FACTS, complete
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.tokens import columns, described, write_tokens
 
+TOKENIZER = "tokenizer.json"
 KINDS = (".txt", ".md", ".rst", ".py", ".json", ".jsonl")
 END = "<|endoftext|>"  # between texts
 PIECE = 2**20  # characters of a text that are read at once, to the end of their line
@@ -32,18 +35,21 @@ Piece = tuple[str, bool]  # of a text, and whether it is the last
 
 def tokens_of(
     data: Sequence[Path], tokenizer: Path | None, model: str, save: Path, program: RankProgram,
-    quiet: bool,
+    resume: str, quiet: bool,
 ) -> Path:  # fmt: skip
     """The file of tokens for some paths; made once, and again when a path or the tokenizer changes.
 
-    Raises InputError for what is no text, and where a package is missing."""
+    A run that goes on, as `resume` says (auto, no, or a path), keeps its tokenizer unless one is
+    given: its weights know no other. Raises InputError for what is no text, and where a package is
+    missing."""
     if len(data) == 1 and data[0].suffix == ".bin":
         described(data[0])
         return data[0].absolute()
+    kept = _kept(save, resume) if tokenizer is None else None
     (tokens, _), target = columns(program), save / "tokens.bin"
     size = next(s.high for s in program.inputs.values() if s.key == tokens)
     beside = Path(model.removeprefix(HF))
-    beside = (beside if beside.is_dir() else beside.parent) / "tokenizer.json"
+    beside = (beside if beside.is_dir() else beside.parent) / TOKENIZER
     if tokenizer is None and model.startswith(HF) and beside.exists():
         tokenizer = beside
     digest, characters = hashlib.sha256(str(size).encode()), 0
@@ -51,19 +57,32 @@ def tokens_of(
         digest.update(text.encode() + b"\0" * ends)
         characters += len(text)
     digest.update(tokenizer.read_bytes() if tokenizer is not None else b"")
+    known = [digest.hexdigest()]
+    if kept is not None:
+        digest.update(b"\0" + kept.read_bytes())
+        known = [*(known if kept.parent.resolve() == save.resolve() else []), digest.hexdigest()]
     if target.exists():
         try:
-            if described(target).get("of") == digest.hexdigest():
+            if described(target).get("of") in known:
                 return target.absolute()
         except InputError:
             pass
-    pieces, below = _encoded(data, tokenizer, size, save)
+    pieces, below = _encoded(data, kept or tokenizer, size, save)
     count = write_tokens(target, pieces, below, of=digest.hexdigest())
-    if not quiet:
-        import click
-
-        click.echo(f"tokens: {count:,} of {characters:,} characters", err=True)
+    if kept is not None:
+        note(f"the texts are new: they get the tokenizer of the run that goes on ({kept})", quiet)
+    note(f"tokens: {count:,} of {characters:,} characters", quiet)
     return target.absolute()
+
+
+def _kept(save: Path, resume: str) -> Path | None:
+    """The tokenizer of the run that goes on, if one does and has any."""
+    if resume == "no":
+        return None
+    folder = save if resume == "auto" else Path(resume)
+    is_checkpoint = (folder / FACTS).is_file()
+    file = (folder.parent if is_checkpoint else folder) / TOKENIZER
+    return file if file.exists() and (is_checkpoint or complete(folder)) else None
 
 
 def _texts(data: Sequence[Path]) -> Iterator[Piece]:
@@ -128,7 +147,7 @@ def _encoded(
         in_bytes = (torch.tensor([*text.encode()]) for text, _ in _texts(data))
         return in_bytes, 256
     made = _trained(data, size) if tokenizer is None else Tokenizer.from_file(str(tokenizer))
-    made.save(str(save / "tokenizer.json"))
+    made.save(str(save / TOKENIZER))
     return _by(made, _texts(data)), max(made.get_vocab().values()) + 1
 
 

@@ -41,8 +41,9 @@ INTERRUPTED = 130
 )  # fmt: skip
 @click.option(
     "--tokenizer", type=options.PATH, metavar="FILE",
-    help="A tokenizer.json. Default: that beside an hf: configuration; else one is made of the "
-    "text, for the model's vocabulary (or, without the package tokenizers, bytes are tokens).",
+    help="A tokenizer.json. Default: that of the run, where it goes on; that beside an hf: "
+    "configuration; else one is made of the text, for the model's vocabulary (or, without the "
+    "package tokenizers, bytes are tokens).",
 )  # fmt: skip
 @click.option(
     "--save", type=options.PATH, required=True, metavar="DIR",
@@ -127,7 +128,7 @@ def train_command(
 
         with output.result_only():
             rank_program = made.rank_program(0)
-            tokens = tokens_of(data, tokenizer, model, save, rank_program, settings.quiet)
+            tokens = tokens_of(data, tokenizer, model, save, rank_program, resume, settings.quiet)
         ready.write_text(str(tokens), encoding="utf-8")
     else:
         _await(ready)

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 import parcompiler as pc
 from parcompiler.cli import text
+from parcompiler.runtime.checkpoint.folder import begin, finish
 from parcompiler.runtime.program import Input, RankProgram
 
 
@@ -35,7 +36,7 @@ def test_a_text_larger_than_a_piece_has_the_tokens_of_the_whole(
     assert "".join(piece for piece, _ in pieces[:-1]) == "".join(lines)
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 2) + [True, True]
 
-    file = text.tokens_of([folder], None, "model.py:make", save, program(300), quiet=True)
+    file = text.tokens_of([folder], None, "model.py:make", save, program(300), "auto", quiet=True)
     tokenizer = Tokenizer.from_file(str(save / "tokenizer.json"))
     end = tokenizer.token_to_id(text.END)
     expected = [*tokenizer.encode("".join(lines)).ids, end]
@@ -46,11 +47,42 @@ def test_a_text_larger_than_a_piece_has_the_tokens_of_the_whole(
     assert facts["tokens"] == len(expected)
     assert found == expected[: len(found)]
     written = file.stat().st_mtime_ns
-    text.tokens_of([folder], None, "model.py:make", save, program(300), quiet=True)
+    text.tokens_of([folder], None, "model.py:make", save, program(300), "auto", quiet=True)
     assert file.stat().st_mtime_ns == written, "made once"
     (folder / "b.md").write_text("another end", encoding="utf-8")
-    text.tokens_of([folder], None, "model.py:make", save, program(300), quiet=True)
+    text.tokens_of([folder], None, "model.py:make", save, program(300), "auto", quiet=True)
     assert file.stat().st_mtime_ns != written
+
+
+def test_a_run_that_goes_on_keeps_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, save = tmp_path / "texts", tmp_path / "run"
+    folder.mkdir()
+    save.mkdir()
+
+    def made(words: str, resume: str, save: Path = save) -> tuple[bytes, str]:
+        """The tokenizer after a start with these texts, and what the start said."""
+        (folder / "a.txt").write_text(f"{words} " * 50, encoding="utf-8")
+        text.tokens_of([folder], None, "model.py:make", save, program(300), resume, quiet=False)
+        return (save / "tokenizer.json").read_bytes(), capsys.readouterr().err
+
+    assert made("a stage is a piece", "auto") != (first := made("some ranks hold rows", "auto")), (
+        "without a checkpoint nothing goes on"
+    )
+    step = begin(save, 7)[0]
+    checkpoint = finish(step, {"checkpoint.json": {}}, {})
+    same, told = made("zebra zeppelin zigzag", "auto")
+    assert same == first[0]
+    assert f"the tokenizer of the run that goes on ({save / 'tokenizer.json'})" in told
+    whole = Tokenizer.from_file(str(save / "tokenizer.json")).encode("zebra zeppelin zigzag " * 50)
+    assert json.loads((save / "tokens.bin.json").read_text())["tokens"] == len(whole.ids) + 1
+    assert made("zebra zeppelin zigzag", "auto") == (same, ""), "made once"
+
+    (other := tmp_path / "other").mkdir()
+    assert made("zebra zeppelin zigzag", "auto", other)[0] != same
+    assert made("zebra zeppelin zigzag", str(checkpoint), other)[0] == same
+    assert made("zebra zeppelin zigzag", "no")[0] != same, "tokens of a kept tokenizer are not kept"
 
 
 def test_tokens_come_piece_by_piece_and_must_be_below(tmp_path: Path) -> None:
