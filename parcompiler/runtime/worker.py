@@ -72,7 +72,8 @@ class Worker:
     compare the checksums of its scripts and weights. Where the loss is a mean over the targets of
     all micro-batches, `counted` returns how many one micro-batch has, from the tensors that its
     arguments name. `request` is what the compiler was asked for, which checkpoints keep; with a
-    `folder` it is read from there.
+    `folder` it is read from there. Published weights that it names are loaded here; where they
+    cannot be, the first call that needs weights says why, unless others were loaded before.
 
     The tensor and pipeline ranks of a data coordinate are given the same batch. They compare their
     batches in the first step, and in every `check_batches`-th one from there on; in the
@@ -128,6 +129,7 @@ class Worker:
         self.folder = folder
         self._copied: torch.Event | None = None  # the last batch is on the device
         self._closed = ""  # why nothing runs any more
+        self._lacking = ""  # why the published weights that the export names are not loaded
         self._refused = ""  # why this rank does not take part in the call that others may be in
         self.check_batches = CHECK_BATCHES
         self._calls = {True: 0, False: 0}  # of training and of evaluation
@@ -195,7 +197,10 @@ class Worker:
                 with self._in_groups():
                     self.compiled.prepare(training=True)
         if folder is not None and request and request.get("weights"):
-            self.load_pretrained(request["weights"])
+            try:
+                self.load_pretrained(request["weights"])
+            except InputError as error:  # on all ranks; a run that goes on does without
+                self._lacking = str(error)
 
     @property
     def rank(self) -> int:
@@ -515,6 +520,7 @@ class Worker:
             faults = self._tensors.faults(state)
             keys = self._checkpoints.conclude(state, faults, strict=strict)
         self._tensors.load(state.items())
+        self._lacking = ""
         self._restart()
         return keys
 
@@ -620,6 +626,7 @@ class Worker:
         with self._failing_together("load", InputError):
             names = self._checkpoints.load(Path(folder), extra or {}, optimizer=optimizer)
         self._tensors.filled(names)
+        self._lacking = ""
         return self.step_count
 
     def load_pretrained(self, folder: str | Path, strict: bool = True) -> IncompatibleKeys:
@@ -639,6 +646,7 @@ class Worker:
         loaded = self._tensors.loaded or set()
         self._tensors.filled(names)
         self._tensors.loaded = loaded | names  # folders are not compared
+        self._lacking = ""
         return keys
 
     def save_pretrained(
@@ -753,6 +761,7 @@ class Worker:
     def _settle(self) -> None:
         """Bring the weights of this rank up to date: wait for parameters that other data ranks have
         updated, and in an asynchronous program get the server's, which is a collective."""
+        self._check_published()
         self._arrive()
         if self._updates.serving is not None:
             with self._failing_together("settle"):
@@ -866,6 +875,7 @@ class Worker:
         """The micro-batches of a batch on this rank's device. Raises InputError for a batch that
         cannot be computed with."""
         with self._failing_together(but=InputError), self._in_groups():
+            self._check_published()
             self._tensors.check_loaded()
             self._check_modes(training)
             batches = microbatches(self.program, batch, fewer=not training)
@@ -966,6 +976,11 @@ class Worker:
         if self._closed:
             message = f"this worker is closed, because {self._closed}: start all ranks again"
             raise LaunchError(message)
+
+    def _check_published(self) -> None:
+        """Refuse to use weights that the export names, and that could not be loaded."""
+        if self._lacking:
+            raise InputError(self._lacking)
 
     def _check_synchronous(self) -> None:
         """Refuse to keep gradients where the program uses them up."""

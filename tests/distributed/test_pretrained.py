@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import parcompiler as pc
 from tests import zoo
@@ -127,3 +127,34 @@ def check(folder: Folder, name: str, case: Case) -> None:
     ids = batch(zoo.ROWS)
     logits = [each.eval()(input_ids=ids, labels=ids).logits for each in (gathered, two)]
     assert torch.equal(*logits)
+
+
+def test_a_run_goes_on_when_its_published_weights_are_gone(tmp_path: Path) -> None:
+    model: Any = torch.nn.Linear(4, 1)
+    published, run = tmp_path / "published", tmp_path / "run"
+    published.mkdir()
+    save_file(model.state_dict(), published / "model.safetensors")
+    inputs = (torch.ones(2, 4),)
+    exported = pc.compile(model, pc.Mesh(), inputs, loss=torch.mean, microbatches=1)
+    exported.export(tmp_path / "out", weights=published)
+    with pc.load(tmp_path / "out").worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        worker.train_step(inputs)
+        worker.save(run)
+        expected = worker.gather_state_dict()
+    published.rename(tmp_path / "gone")
+    with pc.load(tmp_path / "out").worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        uses = (worker.train_step, worker.evaluate, worker.save_pretrained, worker.save)
+        for use in uses:
+            argument: Any = (
+                inputs if use in (worker.train_step, worker.evaluate) else tmp_path / "x"
+            )
+            with pytest.raises(pc.InputError, match=f"cannot load {published}"):
+                use(argument)
+        assert worker.load(run) == 1
+        found = worker.gather_state_dict()
+        assert expected is not None
+        assert found is not None
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert worker.train_step(inputs).isfinite()
