@@ -56,6 +56,8 @@ class Run:
         if options.resume == "auto" and options.save is None:
             message = "--resume auto needs --save DIR, whose newest checkpoint it takes"
             raise InputError(message)
+        if options.save is not None:
+            worker.check_folder(options.save)
 
     def resume(self) -> None:
         """Load what the options say."""

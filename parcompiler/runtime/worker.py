@@ -607,6 +607,12 @@ class Worker:
                 Path(folder), extra or {}, asynchronous=asynchronous, keep=keep, optimizer=optimizer
             )
 
+    def check_folder(self, folder: str | Path) -> None:
+        """Refuse a `folder` that `save` could not write into, before steps that would be lost. It
+        is made where there is none. Collective; raises InputError on every rank."""
+        with self._failing_together("check_folder", InputError):
+            self._checkpoints.check_folder(Path(folder))
+
     def load(
         self,
         folder: str | Path,

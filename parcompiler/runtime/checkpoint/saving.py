@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import threading
 import time
 import warnings
@@ -134,6 +135,28 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
             raise
         return folders.final(writing.partial)
+
+    def check_folder(self, folder: Path) -> None:
+        """Write an empty file of each rank where rank 0 has made a hidden folder, as `save` does,
+        and remove all. A collective that raises InputError on all ranks where one cannot."""
+        rank, what = self._program.rank, f"cannot save into {folder}"
+
+        def begin() -> str:
+            if rank:
+                return ""
+            folder.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=".tried-", dir=folder)).name
+
+        def write_nothing(hidden: Path) -> None:
+            _check_seen(hidden)
+            folders.write(hidden / str(rank), b"")
+
+        hidden = folder / self._agreed(begin, what)[0]
+        try:
+            self._agreed(lambda: write_nothing(hidden), what)
+        finally:
+            if rank == 0:
+                shutil.rmtree(hidden, ignore_errors=True)
 
     def load(self, folder: Path, extra: Mapping[str, Any], *, optimizer: bool) -> set[str]:
         """Load a checkpoint, the newest in `folder` if it is none; the names of the tensors of this
@@ -362,9 +385,7 @@ class Checkpoints:
 
     def _write(self, writing: Writing) -> None:
         """Write the file of this rank, and beside it what rank 0 needs for the index."""
-        if not writing.partial.is_dir():
-            message = f"there is no {writing.partial} here: give a folder that all ranks see"
-            raise InputError(message)
+        _check_seen(writing.partial)
         file = f"rank_{self._program.rank}.safetensors"
         described: dict[str, Described] = {}
         index: dict[str, Any] = {}
@@ -463,6 +484,13 @@ class Checkpoints:
                 faults.append(f"rank {rank} could not write its file ({fault})")
         if faults:
             raise InputError("\n".join(faults))
+
+
+def _check_seen(folder: Path) -> None:
+    """Refuse a folder of rank 0 that this rank does not see."""
+    if not folder.is_dir():
+        message = f"there is no {folder} here: give a folder that all ranks see"
+        raise InputError(message)
 
 
 def _tried(work: Callable[[], Any]) -> tuple[str, Any]:
