@@ -118,9 +118,19 @@ class Run:
 
 
 def positive(text: str) -> int:
-    """A number of the command line."""
+    """A number of the command line, from 1 on."""
+    return _number(text, 1)
+
+
+def natural(text: str) -> int:
+    """A number of the command line, from 0 on."""
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    """An integer of the command line, `least` or more."""
     number = int(text)
-    if number < 1:
-        message = "must be at least 1"
+    if number < least:
+        message = f"must be at least {least}"
         raise argparse.ArgumentTypeError(message)
     return number

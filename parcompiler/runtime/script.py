@@ -16,7 +16,7 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime import training
 from parcompiler.runtime.program import Input, RankProgram
-from parcompiler.runtime.resuming import Run, add_options
+from parcompiler.runtime.resuming import Run, add_options, natural
 from parcompiler.runtime.rng import mixed
 from parcompiler.runtime.samples import Samples, positions
 from parcompiler.runtime.tensor_files import read
@@ -27,6 +27,7 @@ def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None
     """Train the worker that `make` gives for a timeout, and compiled or not, as the command line
     says, on a file of batches or on random ones."""
     options = _options(arguments)
+    training.check(options)
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
     compiled = {} if options.compile is None else {"compiled": options.compile}
     with make(options.timeout, **compiled) as worker:
@@ -41,7 +42,7 @@ def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="train this rank of an exported program")
-    parser.add_argument("--steps", type=int, default=10, help="training steps in all (10)")
+    parser.add_argument("--steps", type=natural, default=10, help="training steps in all (10)")
     parser.add_argument(
         "--error-if-nonfinite",
         action="store_true",

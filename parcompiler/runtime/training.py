@@ -72,6 +72,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse options that no run can have. Raises InputError."""
+    if not 0 <= options.hold_out < 1:
+        message = f"--hold-out takes a share of the rows below 1 ({options.hold_out:g} given)"
+        raise InputError(message)
+    has_tokens = options.data is not None and options.data.suffix == ".bin"
+    if options.evaluate_every is not None and not (has_tokens and options.hold_out):
+        message = "--evaluate-every needs --data FILE.bin and --hold-out SHARE of its rows"
+        raise InputError(message)
+    if options.hold_out and not has_tokens:
+        message = (
+            "--hold-out is a share of the rows of a file of tokens: give --data FILE.bin with it "
+            f"({options.data or 'no --data'} given)"
+        )
+        raise InputError(message)
+
+
 def rate_at(step: int, options: argparse.Namespace) -> float:
     """The share of the learning rate in a step, counted from 0."""
     if step < options.warmup:
@@ -104,9 +121,6 @@ class Training:
     def __init__(self, worker: Worker, options: argparse.Namespace, checkpoints: Run) -> None:
         self._worker, self._options, self._checkpoints = worker, options, checkpoints
         self._profiled = profiled(options.profile, options.steps)
-        if not 0 <= options.hold_out < 1:
-            message = f"--hold-out takes a share of the rows below 1 ({options.hold_out:g} given)"
-            raise InputError(message)
         self._optimizer = optimizer_of(worker, options)
         self._metrics: Metrics | None = None
         if options.log_every is not None:
@@ -115,9 +129,6 @@ class Training:
             )
         self._held: TokenRows | None = None
         if options.evaluate_every is not None:
-            if options.data is None or options.data.suffix != ".bin" or not options.hold_out:
-                message = "--evaluate-every needs --data FILE.bin and --hold-out SHARE of its rows"
-                raise InputError(message)
             part = (1 - options.hold_out, 1.0)
             self._held = TokenRows(options.data, worker.program, options.labels, part)
             each = worker.program.samples * worker.program.grid.batches

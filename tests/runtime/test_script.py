@@ -99,6 +99,8 @@ def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_pat
         ("--profile 9", "--profile 9: steps are 0 to 5"),
         ("--profile x", "--profile takes steps, as 10-12 \\('x' given\\)"),
         ("--hold-out 1.5", "--hold-out takes a share of the rows below 1 \\(1.5 given\\)"),
+        ("--hold-out 0.1", r"give --data FILE.bin with it \(no --data given\)"),
+        ("--hold-out 0.1 --data x.safetensors", r"FILE.bin with it \(x.safetensors given\)"),
         ("--evaluate-every 2", "--evaluate-every needs --data FILE.bin and --hold-out SHARE"),
     ],
 )
@@ -121,13 +123,16 @@ def test_a_folder_that_cannot_be_saved_into_is_refused_before_the_first_step(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_00000001"]
 
 
-@pytest.mark.parametrize("option", ["--evaluate-every", "--evaluate-steps", "--log-every"])
+@pytest.mark.parametrize(
+    ("option", "least"),
+    [("--evaluate-every", 1), ("--evaluate-steps", 1), ("--log-every", 1), ("--steps", 0)],
+)
 def test_a_number_of_steps_is_positive(
-    program: pc.Program, option: str, capsys: pytest.CaptureFixture[str]
+    program: pc.Program, option: str, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        run(program.worker, [option, "0"])
-    assert f"{option}: must be at least 1" in capsys.readouterr().err
+        run(program.worker, [option, str(least - 1)])
+    assert f"{option}: must be at least {least}" in capsys.readouterr().err
 
 
 def test_a_profile_of_a_run_that_goes_on_begins_where_it_does(
