@@ -34,7 +34,7 @@ from parcompiler.runtime.program import Input, KeptOutput, RankProgram, Tied, Va
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.rng import own_draws
 from parcompiler.runtime.samples import Samples
-from parcompiler.runtime.script import run
+from parcompiler.runtime.script import command_line, run
 from parcompiler.runtime.sharded import (
     attention_of_heads,
     cross_entropy,
@@ -86,6 +86,7 @@ __all__ = [
     "attention_of_heads",
     "attention_of_rows",
     "combine",
+    "command_line",
     "cross_entropy",
     "cross_entropy_of_rows",
     "dispatch",

@@ -8,13 +8,16 @@ torchrun --nproc-per-node 2 out/main.py --data tokens.bin --warmup 100 --decay c
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch
 
 from parcompiler.errors import InputError
 from parcompiler.runtime import training
+from parcompiler.runtime.joining import place
 from parcompiler.runtime.program import Input, RankProgram
 from parcompiler.runtime.resuming import Run, add_options, natural
 from parcompiler.runtime.rng import mixed
@@ -26,7 +29,7 @@ from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None:
     """Train the worker that `make` gives for a timeout, and compiled or not, as the command line
     says, on a file of batches or on random ones."""
-    options = _options(arguments)
+    options = command_line(arguments)
     training.check(options)
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
     compiled = {} if options.compile is None else {"compiled": options.compile}
@@ -39,8 +42,9 @@ def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None
         steps.run(_batches(worker, options))
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line. Raises SystemExit where it is wrong, and behind its help, which the first
+    rank alone prints."""
     parser = argparse.ArgumentParser(description="train this rank of an exported program")
     parser.add_argument("--steps", type=natural, default=10, help="training steps in all (10)")
     parser.add_argument(
@@ -91,7 +95,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     training.add_options(parser)
     add_options(parser)
-    return parser.parse_args(arguments)
+    rank, _ = place() or (0, 1)
+    with redirect_stdout(io.StringIO()) if rank else nullcontext():
+        return parser.parse_args(arguments)
 
 
 def _batches(worker: Worker, options: argparse.Namespace) -> Iterator[object]:

@@ -1,7 +1,9 @@
 """An export replaces an older one wholly or not at all, and leaves what users have put there."""
 
 import os
+import runpy
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +44,23 @@ def test_the_list_is_one_that_sha256sum_checks(program: pc.Program, tmp_path: Pa
     listed = {line.split("  ")[1] for line in (out / "SHA256SUMS").read_text().splitlines()}
     assert listed == contents(out).keys() - {"SHA256SUMS"}
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=out, check=True)
+
+
+def test_help_needs_no_torchrun(
+    program: pc.Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main = str(program.export(tmp_path / "out") / "main.py")
+    monkeypatch.setattr(sys, "argv", [main, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(main)
+    assert end.value.code == 0
+    assert "usage: main.py" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [main])
+    with pytest.raises(SystemExit, match="start this with torchrun --nproc-per-node 1 "):
+        runpy.run_path(main)
 
 
 def test_an_older_export_is_replaced_and_what_users_put_there_stays(

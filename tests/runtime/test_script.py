@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import parcompiler as pc
-from parcompiler.runtime import run
+from parcompiler.runtime import command_line, run
 from tests.runtime.workers import CLASSES, ROWS, WIDTH, compiled, mixed
 
 MICROBATCHES = 2
@@ -133,6 +133,18 @@ def test_a_number_of_steps_is_positive(
     with pytest.raises(SystemExit):
         run(program.worker, [option, str(least - 1)])
     assert f"{option}: must be at least {least}" in capsys.readouterr().err
+
+
+def test_the_first_rank_alone_prints_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            command_line(["--help"])
+        assert end.value.code == 0
+        assert ("--hold-out SHARE" in capsys.readouterr().out) == shown
 
 
 def test_a_profile_of_a_run_that_goes_on_begins_where_it_does(

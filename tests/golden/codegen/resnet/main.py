@@ -8,10 +8,11 @@ The rank scripts stand beside this file; README.md says who does what.
 import runpy
 from pathlib import Path
 
-from parcompiler.runtime import loading, place, run
+from parcompiler.runtime import command_line, loading, place, run
 
 here = place()  # as torchrun, srun or a PyTorchJob says
 if here is None:
+    command_line()  # --help needs no other ranks
     raise SystemExit("start this with torchrun --nproc-per-node 2 main.py")
 rank, _ = here
 if rank >= 2:
