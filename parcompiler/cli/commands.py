@@ -15,6 +15,7 @@ from parcompiler.cli import options, output, words
 from parcompiler.cli.output import DONE, FAULT, Settings
 from parcompiler.cli.request import compiled as compiled_program
 from parcompiler.cli.request import source
+from parcompiler.errors import InputError
 
 if TYPE_CHECKING:
     from parcompiler.device import Device
@@ -130,13 +131,18 @@ def compile_command(
     program = compiled_program(settings, **request)
     report = program.report()
     checkpoint = request["checkpoint"]
+    meta = any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
+    given = pretrained is not None or checkpoint is not None
+    advice = _without_weights(request["model"] or "", meta=meta)
+    if weights and meta and pretrained is None:
+        message = f"the model has no weights to write (meta device): {advice}"
+        raise InputError(message)
     if weights is None:
-        meta = any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
         weights = not meta and checkpoint is None
         if not weights and pretrained is None:
             reason = "the checkpoint has them"
             if checkpoint is None:
-                reason = "the model has none (meta device); --pretrained FOLDER gives it some"
+                reason = "the model has none (meta device)"
             output.note(f"no weights are written: {reason}", settings.quiet)
     with output.writing(folder):
         path = program.write(
@@ -145,9 +151,12 @@ def compile_command(
         )  # fmt: skip
     ranks = program.problem.mesh.size
     resumed = "" if checkpoint is None else f" --resume {shlex.quote(str(checkpoint.absolute()))}"
+    started = f"{_started(launcher, path, ranks)}{resumed}"
+    if not (weights or given):
+        started = f"begins with no weights: {advice}; or start it with --resume CHECKPOINT"
     text = (
         f"{path}: {ranks} scripts, of which {path / 'README.md'} tells\n"
-        f"  {_started(launcher, path, ranks)}{resumed}\n"
+        f"  {started}\n"
         f"  parcompiler report {shlex.quote(str(path))}"
     )
     places = {"folder": str(path), "ranks": ranks}
@@ -348,6 +357,16 @@ def _started(launcher: str, path: Path, ranks: int) -> str:
         "slurm": f"cd {folder} && sbatch submit.sbatch",
         "kubernetes": f"kubectl create --filename {shlex.quote(str(path / 'pytorchjob.yaml'))}",
     }[launcher]
+
+
+def _without_weights(model: str, *, meta: bool) -> str:
+    """How else to compile a model, so that its ranks have weights to begin with."""
+    other = "--weights"
+    if meta:
+        other = "have the factory make the model on the CPU"
+    if meta and model.startswith(words.HF):
+        other = "train from scratch by 'parcompiler train', which makes weights"
+    return f"compile with --pretrained FOLDER, or {other}"
 
 
 def _errors(errors: Errors) -> dict[str, Any]:

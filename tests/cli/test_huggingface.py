@@ -80,9 +80,13 @@ def test_a_plan_of_a_configuration_is_printed(
     assert capsys.readouterr().out.startswith("LlamaForCausalLM on 4 x h100\n")
     folder = tmp_path / "out"
     assert run(["compile", f"hf:{path}", *arguments, "--export", str(folder)]) == 0
-    assert "no weights are written" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "no weights are written" in told.err
+    assert "compile with --pretrained FOLDER, or train from scratch by 'parcompiler" in told.out
+    assert "torchrun" not in told.out
     assert run(["compile", f"hf:{path}", *arguments, "--export", str(folder), "--weights"]) == 2
-    assert "meta device and has no values to export" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "no weights to write (meta device): compile with --pretrained FOLDER, or" in told.err
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ class RankTensors:
                 f"this rank lacks the weights of {min(weights)!r} ({len(weights)} "
                 "tensors), as the export has none: load published ones (--pretrained at the "
                 "export, worker.load_pretrained), go on from a checkpoint (--resume, worker.load), "
-                "call worker.load_state_dict, or export with weights=True"
+                "call worker.load_state_dict, or export with weights=True a model that has values "
+                "(parcompiler train makes those of an hf: model)"
             )
             raise InputError(message)
         if self._missing:
