@@ -33,8 +33,8 @@ from parcompiler.schedules.planned import planned, trunk
 from parcompiler.schedules.vocabulary import spread
 
 
-def check_types(mesh: object, plan: object, passes: object) -> None:
-    """Refuse a mesh, plan or passes of a wrong type."""
+def check_types(mesh: object, loss: object, plan: object, passes: object) -> None:
+    """Refuse a mesh, loss, plan or passes of a wrong type."""
     if passes is not None:
         listed = isinstance(passes, Sequence) and all(isinstance(each, Pass) for each in passes)
         if not listed:
@@ -42,6 +42,12 @@ def check_types(mesh: object, plan: object, passes: object) -> None:
             raise InputError(message)
     if not isinstance(mesh, Mesh | Cluster):
         message = f"compile needs a Mesh, such as Mesh(pipeline=2) ({type(mesh).__name__} given)"
+        raise InputError(message)
+    if loss is not None and not callable(loss):
+        message = (
+            "loss must be a function of the model's outputs that returns a scalar, or None where "
+            f"the model returns the loss ({shown(loss)} given)"
+        )
         raise InputError(message)
     if isinstance(mesh, Cluster) and plan is not None:
         message = "a plan has its mesh: give that, not a Cluster, with plan="

@@ -145,7 +145,7 @@ def compile(
     from parcompiler.meshes import global_microbatches
     from parcompiler.options import Options
 
-    check_types(mesh, plan, passes)
+    check_types(mesh, loss, plan, passes)
     if isinstance(mesh, Cluster):
         microbatches = global_microbatches(mesh, microbatches)
     elif microbatches is None:  # as many as keep the ranks busy
