@@ -186,23 +186,33 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
 
 def _check_updates_of_weights(lowered: Lowered) -> None:
     """Refuse copies of parameters that drift apart as the forward itself updates them."""
-    graph = lowered.graph
+    graph, grid = lowered.graph, lowered.grid
+    degrees = {"data": grid.batches, "context": grid.context}
+    axes = [axis for axis, degree in degrees.items() if degree > 1]
     for item in graph.parameters:
         if not item.mutated or item.buffer:
             continue
         reason = ""
-        if lowered.zero:
-            reason = f"zero={lowered.zero} shares it out: take zero=0"
+        if item.trainable and axes and _follows_batch(graph, item.node):
+            reason = _drift(axes)
         elif item.trainable and item.dtype == graph.narrow:
             reason = "training in 16 bits keeps a master of it, which does not see that"
-        elif item.trainable and lowered.grid.data > 1 and _follows_batch(graph, item.node):
-            reason = (
-                "data ranks would each by their own micro-batches, and train copies that drift "
-                "apart: take one data rank (data=1)"
-            )
+        elif lowered.zero:
+            reason = f"zero={lowered.zero} shares it out: take zero=0"
         if reason:
             message = f"the forward updates the parameter {item.name!r}, and {reason}"
             raise InputError(message)
+
+
+def _drift(axes: Sequence[str]) -> str:
+    """Why ranks along these axes may not update a parameter in their forwards, and what to do."""
+    ranks = " and ".join(f"{axis} ranks" for axis in axes)
+    one = " and ".join(f"one {axis} rank" for axis in axes)
+    needed = ", ".join(f"{axis}=1" for axis in axes)
+    return (
+        f"{ranks} would each by what they have of a batch, and train copies that drift apart: "
+        f"take {one} ({needed})"
+    )
 
 
 def _follows_batch(graph: Graph, node: str) -> bool:

@@ -50,10 +50,13 @@ def compiled(model: nn.Module, mesh: pc.Mesh | pc.Cluster, **options: Any) -> pc
     ("model", "mesh", "options", "message"),
     [
         (Renormed(), pc.Mesh(data=2), {}, r"'table\.weight', and data ranks.*drift apart.*data=1"),
+        (Renormed(), pc.Mesh(data=2), {"zero": 3}, r"data ranks .*: take one data rank \(data=1\)"),
+        (Renormed(), pc.Mesh(context=2), {}, r"context ranks .*: take one .* \(context=1\)"),
+        (Renormed(), pc.Mesh(data=2, context=2), {}, r"and one context rank \(data=1, context=1\)"),
         (Renormed(), pc.Mesh(), {"precision": "bf16"}, "keeps a master of it"),
         (Bounded(), pc.Mesh(data=2), {"zero": 3}, "zero=3 shares it out: take zero=0"),
     ],
-    ids=["data", "master", "zero"],
+    ids=["data", "shared", "context", "both", "master", "zero"],
 )
 def test_copies_that_would_drift_apart_are_refused(
     model: nn.Module, mesh: pc.Mesh, options: dict[str, Any], message: str
