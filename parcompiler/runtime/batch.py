@@ -43,8 +43,8 @@ def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, obj
     specs = [s for n, s in program.inputs.items() if n in needed or s.key in leaves]
     _check_keys(leaves, {spec.key for spec in specs}, program.constants)
     counts: dict[str, int] = {}
-    for spec in (spec for spec in specs if spec.shape):
-        tensor, rows = leaves[spec.key], spec.shape[0] // program.samples
+    for spec in (spec for spec in specs if program.rows_of_sample(spec)):
+        tensor, rows = leaves[spec.key], program.rows_of_sample(spec)
         length = tensor.shape[0] if isinstance(tensor, torch.Tensor) and tensor.ndim else 0
         whole = isinstance(tensor, torch.Tensor) and tensor.shape[1:] == spec.shape[1:]
         if not (length and whole) or length % rows:
@@ -59,7 +59,22 @@ def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, obj
         listed = ", ".join(f"{key!r}: {count}" for key, count in counts.items())
         message = f"the inputs of a batch must have the same number of samples ({listed})"
         raise InputError(message)
-    return leaves, next(iter(counts.values()), program.samples)
+    count = next(iter(counts.values()), program.samples)
+    for spec in specs:
+        if spec.shape and not program.rows_of_sample(spec):
+            _check_shared(spec, leaves[spec.key], -(-count // program.samples))
+    return leaves, count
+
+
+def _check_shared(spec: Input, tensor: object, count: int) -> None:
+    """Refuse what all rows share where it is neither one row nor one for each micro-batch."""
+    shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+    if shape not in ((1, *spec.shape[1:]), (count, *spec.shape[1:])):
+        message = (
+            f"batch[{spec.key!r}] must have a row of shape {spec.shape[1:]} that all samples "
+            f"share, or one for each of the {count} micro-batches ({shape} given)"
+        )
+        raise InputError(message)
 
 
 def padded(
@@ -70,13 +85,15 @@ def padded(
     batch: dict[str, torch.Tensor] = {}
     for name, spec in program.inputs.items():
         tensor, rows = leaves.get(spec.key), spec.shape[0] if spec.shape else 0
+        each = program.rows_of_sample(spec)
         if not isinstance(tensor, torch.Tensor):
             batch[name] = torch.zeros((rows * count, *spec.shape[1:]), dtype=spec.dtype)
-        elif spec.shape:
-            each = rows // program.samples
+        elif each:
             sample = torch.arange(count * program.samples).clamp(max=len(tensor) // each - 1)
             place = (sample[:, None] * each + torch.arange(each)).flatten()
             batch[name] = tensor[place.to(tensor.device)]
+        elif spec.shape:
+            batch[name] = tensor[torch.arange(count).clamp(max=len(tensor) - 1).to(tensor.device)]
         else:
             batch[name] = tensor
     return _cut(program, batch, count)

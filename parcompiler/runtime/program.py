@@ -183,6 +183,11 @@ class RankProgram:
         """The samples of a micro-batch."""
         return samples_of(self.inputs.values())
 
+    def rows_of_sample(self, spec: Input) -> int:
+        """The rows of an input that belong to one sample; 0 for what has no rows, and for what all
+        rows share."""
+        return spec.shape[0] // self.samples if spec.shape else 0
+
     @property
     def samples_of_step(self) -> int:
         """The samples that all data ranks together take in a step."""
@@ -243,8 +248,12 @@ class RankProgram:
 
 
 def samples_of(inputs: Iterable[Input]) -> int:
-    """The samples of a micro-batch: rows, where its tensors have equally many; else itself."""
-    rows = {spec.shape[0] for spec in inputs if spec.shape}
+    """The samples of a micro-batch: rows, where its tensors have equally many; else itself.
+
+    A tensor [1, ...] of two dimensions or more is shared by the rows of others, as positions are.
+    """
+    shapes = [spec.shape for spec in inputs if spec.shape]
+    rows = {shape[0] for shape in shapes if shape[0] != 1 or len(shape) == 1}
     return rows.pop() if len(rows) == 1 else 1
 
 

@@ -35,7 +35,9 @@ class Samples(Sampler[list[int]]):
     another order, by `seed`; without `shuffle` it is that of the dataset. A step may begin in one
     epoch and end in the next, so that every epoch has each sample once. Give all ranks, and a run
     that goes on, the same arguments. A sample is a row of a batch (a micro-batch, where the inputs
-    have different numbers of rows). Raises InputError for fewer samples than a step takes.
+    have different numbers of rows). An input [1, ...] of a micro-batch beside others of more rows,
+    as positions are, is shared by these and no sample. Raises InputError for fewer samples than a
+    step takes.
     """
 
     def __init__(self, count: int, worker: Worker, shuffle: bool = True, seed: int = 0) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
@@ -113,10 +113,9 @@ def _batches(worker: Worker, options: argparse.Namespace) -> Iterator[object]:
         samples = []
         for number in own:
             generator.manual_seed(mixed(worker.seed, number))
-            samples.append([_random(spec, 1, program.samples, generator) for spec in inputs])
+            samples.append([_random_sample(program, spec, generator) for spec in inputs])
         columns = zip(inputs, zip(*samples, strict=True), strict=True)
-        batch = {s.key: torch.cat(column) if s.shape else column[0] for s, column in columns}
-        yield program.in_form(batch)
+        yield program.in_form({spec.key: _joined(program, spec, one) for spec, one in columns})
 
 
 def random_batch(program: RankProgram, generator: torch.Generator) -> object:
@@ -125,19 +124,28 @@ def random_batch(program: RankProgram, generator: torch.Generator) -> object:
     return program.in_form({spec.key: _random(spec, count, 1, generator) for spec in specs})
 
 
+def _random_sample(program: RankProgram, spec: Input, generator: torch.Generator) -> torch.Tensor:
+    """What one sample has of an input, or all of one that the rows of a micro-batch share."""
+    parts = program.samples if program.rows_of_sample(spec) else 1
+    return _random(spec, 1, parts, generator)
+
+
+def _joined(program: RankProgram, spec: Input, column: Sequence[torch.Tensor]) -> torch.Tensor:
+    """An input of a batch from those of its samples; of what is shared each micro-batch has that of
+    its first."""
+    if not spec.shape:
+        return column[0]
+    return torch.cat([*column[:: 1 if program.rows_of_sample(spec) else program.samples]])
+
+
 def _from_file(worker: Worker, path: Path) -> Iterator[object]:
-    """The batches of a file, round and round; what has no rows is in every batch."""
+    """The batches of a file, round and round; what has no rows, or one that all share, is in every
+    batch."""
     program, tensors = worker.program, dict(read(path))
-    rows: dict[str, int] = {}  # of a sample
+    rows = _rows_of_samples(program, tensors, path)
     for spec in program.inputs.values():
-        if spec.key not in tensors:
-            message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
-            raise InputError(message)
-        if spec.shape and not tensors[spec.key].ndim:
-            message = f"{spec.key!r} in {path} must have rows of shape {spec.shape[1:]} (a scalar)"
-            raise InputError(message)
-        if spec.shape:
-            rows[spec.key] = spec.shape[0] // program.samples
+        if spec.shape and spec.key not in rows:
+            tensors[spec.key] = torch.cat([tensors[spec.key]] * program.microbatches)
     most = program.samples_of_step
     counts = {key: len(tensors[key]) // number for key, number in rows.items()}
     if len(set(counts.values())) > 1:
@@ -151,6 +159,30 @@ def _from_file(worker: Worker, path: Path) -> Iterator[object]:
         for key, number in rows.items():
             batch[key] = batch[key][(first * number + torch.arange(number)).flatten()]
         yield program.in_form(batch)
+
+
+def _rows_of_samples(
+    program: RankProgram, tensors: Mapping[str, torch.Tensor], path: Path
+) -> dict[str, int]:
+    """The rows of a sample in each tensor of a file that has any. Raises InputError for tensors
+    that are missing, or are not as the program's inputs."""
+    rows: dict[str, int] = {}
+    for spec in program.inputs.values():
+        if spec.key not in tensors:
+            message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
+            raise InputError(message)
+        if spec.shape and not tensors[spec.key].ndim:
+            message = f"{spec.key!r} in {path} must have rows of shape {spec.shape[1:]} (a scalar)"
+            raise InputError(message)
+        if number := program.rows_of_sample(spec):
+            rows[spec.key] = number
+        elif spec.shape and len(tensors[spec.key]) != 1:
+            message = (
+                f"{spec.key!r} in {path} must have one row, which all samples share "
+                f"({len(tensors[spec.key])} found)"
+            )
+            raise InputError(message)
+    return rows
 
 
 def _random(spec: Input, times: int, parts: int, generator: torch.Generator) -> torch.Tensor:

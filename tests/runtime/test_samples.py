@@ -3,15 +3,19 @@
 from argparse import Namespace
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 from torch.utils.data import DataLoader
 
 import parcompiler as pc
 from parcompiler.grid import Coordinate
 from parcompiler.runtime import Input, RankProgram
+from parcompiler.runtime.program import samples_of
 from parcompiler.runtime.script import _batches
 
 
@@ -82,6 +86,65 @@ def test_data_smaller_than_a_step_is_refused() -> None:
         pc.InputError, match=r"fewer samples than a step takes \(11 of 12: 6 for each"
     ):
         pc.Samples(11, rank)
+
+
+class Placed(nn.Module):
+    """Tokens at positions that all rows share; its logits, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(9, 4), nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.tokens(x) + self.places(places))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten()),
+                "logits": logits}  # fmt: skip
+
+
+def test_what_all_rows_share_is_no_sample(tmp_path: Path) -> None:
+    data, places = torch.arange(120).reshape(20, 6) % 9, torch.arange(6).flip(0)[None]
+    model = Placed()
+    program = pc.compile(
+        model, pc.Mesh(), {"x": data[:4], "places": places}, microbatches=2, outputs=["logits"],
+        progress=False,
+    )  # fmt: skip
+    with program.worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.0)
+        own = next(iter(pc.Samples(len(data), worker)))
+        assert len(own) == 8
+        loss = worker.train_step({"x": data[own], "places": places.repeat(2, 1)})
+        assert loss.item() == pytest.approx(model(data[own], places)["loss"].item())
+        assert worker.sample_count == 8
+        for rows, count in ((3, 1), (10, 1), (10, 3)):  # what is shared once, or by micro-batch
+            found = worker.predict({"x": data[:rows], "places": places.repeat(count, 1)})
+            assert found is not None
+            torch.testing.assert_close(found["logits"], model(data[:rows], places)["logits"])
+        with pytest.raises(pc.InputError, match="that all samples share, or one for each of the 3"):
+            worker.predict({"x": data[:10], "places": places.repeat(2, 1)})
+        save_file({"x": data, "places": places}, tmp_path / "data.safetensors")
+        options = Namespace(data=tmp_path / "data.safetensors")
+        batch: Any = next(_batches(worker, options))
+        assert torch.equal(batch["x"], data[8:16])
+        assert torch.equal(batch["places"], places.repeat(2, 1))
+        drawn: Any = next(_batches(worker, Namespace(data=None)))
+        assert (drawn["x"].shape, drawn["places"].shape) == ((8, 6), (2, 6))
+        save_file({"x": data, "places": places.repeat(5, 1)}, tmp_path / "data.safetensors")
+        with pytest.raises(pc.InputError, match=r"must have one row, .* share \(5 found\)"):
+            next(_batches(worker, options))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "samples"),
+    [
+        ([(4, 6), (1, 6)], 4), ([(4, 6), (1, 1, 6, 6), ()], 4), ([(1, 6), (1, 6)], 1),
+        ([(20, 3), (1,)], 1), ([(20, 3), (2, 9), (1, 2)], 1),
+    ],
+)  # fmt: skip
+def test_a_sample_is_a_row_where_inputs_have_as_many(
+    shapes: list[tuple[int, ...]], samples: int
+) -> None:
+    assert samples_of(Input(str(shape), shape, torch.float32) for shape in shapes) == samples
 
 
 def test_random_samples_are_the_same_for_any_number_of_data_ranks() -> None:
