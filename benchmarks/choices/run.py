@@ -96,7 +96,7 @@ PROBLEMS = {
     "GPT 1T": Problem(lambda: gpt_of(128, 25600, 160), A100, 384, 3072, (64, 8, 6),
         {**MEGATRON, "schedule": "interleaved"}, "Narayanan et al. 2021, table 1"),
     "Llama 405B": Problem(lambda: llama_of("3.1-405b"), H100, 2048, 2048, (16, 8, 128),
-        {**MEGATRON, "schedule": "interleaved", "virtual_stages": 8, "zero": 2},
+        {**MEGATRON, "schedule": "interleaved", "virtual_stages": 8, "zero": 1},
         "Llama 3, table 4"),
     "GPT-3 175B": Problem(lambda: gpt_of(96, 12288, 96), A100, 96, 1536, (12, 8, 8),
         {**MEGATRON, "schedule": "interleaved"}, "Narayanan et al. 2021, table 2"),

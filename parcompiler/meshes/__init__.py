@@ -21,7 +21,8 @@ Degrees of context ranks are as many again for each mesh, and what they exchange
 each. So they come behind the meshes without, and once there is an answer only its neighbours are
 weighed, in which one prime factor is at home on another axis: where its ranks recompute, or have
 fewer micro-batches than the pipeline has ranks. The same goes for neighbours of the mesh with the
-lowest sharp bound, or step: to go from one to the next by bounds costs a tenth of plans.
+lowest sharp bound, or step: to go from one to the next by bounds costs a tenth of plans. While that
+is far above the lowest bound, the mesh with this leads, so that a good plan is soon found.
 
 The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
 ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -61,7 +62,7 @@ EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
 SHALLOW = 8  # pipeline ranks
 AHEAD = 1.05  # times the lowest bound: a plainer mesh up to that is weighed before
-FIRST = 1.25  # times the lowest bound: no plan that takes longer is the first answer, if others are
+FIRST = 1.25  # times the lowest bound: a plan that takes longer is no answer yet, if others are
 
 __all__ = [
     "GIVEN",
@@ -267,10 +268,16 @@ class MeshSearch:
 
     @property
     def _lead(self) -> Mesh:
-        """The mesh with the shortest step, as far as that is known: planned, or a sharp bound."""
+        """The mesh with the shortest step, as far as that is known: planned, or a sharp bound.
+
+        Where that is FIRST times the lowest bound, the mesh with this.
+        """
         known = [(one.seconds, one.candidate) for one in self.planned]
         known += [(item.bound, item.candidate) for item in self.open if item.is_sharp]
-        return min(known, key=lambda pair: pair[0])[1].mesh
+        first = min(known, key=lambda pair: pair[0])
+        roughly = [(item.bound, item.candidate) for item in self.open if item.why != WORK]
+        least = min(roughly, key=lambda pair: pair[0], default=first)
+        return (least if first[0] > FIRST * least[0] else first)[1].mesh
 
     def _is_rare(self, candidate: Candidate) -> bool:
         """Whether a mesh is of a kind that seldom pays, and has many: it is weighed beside an
