@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,6 +72,7 @@ def filled(items: Iterable[Parameter], most: int) -> list[list[Parameter]]:
     """
     found: list[list[Parameter]] = []
     unfilled: dict[Hashable, list[Parameter]] = {}
+    sizes: Counter[Hashable] = Counter()  # of these
     place: dict[str, int] = {}
     for item in items:
         place[item.name] = len(place)
@@ -78,11 +80,11 @@ def filled(items: Iterable[Parameter], most: int) -> list[list[Parameter]]:
         if item.looked_up or size > most:
             found.append([item])
             continue
-        part = unfilled.get(alike)
-        if part is None or sum(x.gradient_nbytes for x in part) + size > most:
-            part = unfilled[alike] = []
-            found.append(part)
-        part.append(item)
+        if alike not in unfilled or sizes[alike] + size > most:
+            unfilled[alike], sizes[alike] = [], 0
+            found.append(unfilled[alike])
+        unfilled[alike].append(item)
+        sizes[alike] += size
     return sorted(found, key=lambda part: place[part[-1].name])
 
 

@@ -22,6 +22,7 @@ from parcompiler.codegen.listing import written
 from parcompiler.codegen.literals import construction, literal, string
 from parcompiler.codegen.quoting import docstring, paragraph
 from parcompiler.data_updates import ALL_REDUCE
+from parcompiler.graph import Graph
 from parcompiler.instruction import MESSAGES
 from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import Shard, own_rows
@@ -176,7 +177,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         updated=graph.updates_weights,
         outputs={name: _kept(lowered, name, node) for name, node in graph.kept.items()},
         row_gradients={x.name: x.looked_up // grid.data for x in graph.parameters if x.looked_up},
-        constants={key: x for key, x in flat(graph.sample or ()) if isinstance(x, PLAIN)},
+        constants=_constants(graph),
     )
 
 
@@ -341,6 +342,12 @@ def _step(program: RankProgram) -> str:
 def _comment(text: str) -> str:
     """A comment of as many lines as it takes."""
     return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
+
+
+def _constants(graph: Graph) -> dict[str, object]:
+    """The values of the inputs that a model was captured on that are no tensors, by key."""
+    leaves = () if graph.sample is None else flat(graph.sample)
+    return {key: leaf for key, leaf in leaves if isinstance(leaf, PLAIN)}
 
 
 def _own_rows(program: RankProgram, *, shared: bool) -> str:

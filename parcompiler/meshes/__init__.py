@@ -21,8 +21,9 @@ Degrees of context ranks are as many again for each mesh, and what they exchange
 each. So they come behind the meshes without, and once there is an answer only its neighbours are
 weighed, in which one prime factor is at home on another axis: where its ranks recompute, or have
 fewer micro-batches than the pipeline has ranks. The same goes for neighbours of the mesh with the
-lowest sharp bound, or step: to go from one to the next by bounds costs a tenth of plans. While that
-is far above the lowest bound, the mesh with this leads, so that a good plan is soon found.
+lowest sharp bound, or step: to go from one to the next by bounds costs a tenth of plans. As long as
+this is far above the lowest bound of any mesh, the neighbours of that mesh count instead, so that a
+good plan is soon found.
 
 The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
 ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -270,7 +271,7 @@ class MeshSearch:
     def _lead(self) -> Mesh:
         """The mesh with the shortest step, as far as that is known: planned, or a sharp bound.
 
-        Where that is FIRST times the lowest bound, the mesh with this.
+        Where these seconds are more than FIRST times the lowest bound, the mesh that has the bound.
         """
         known = [(one.seconds, one.candidate) for one in self.planned]
         known += [(item.bound, item.candidate) for item in self.open if item.is_sharp]

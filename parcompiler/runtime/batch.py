@@ -31,6 +31,19 @@ def microbatches(
     return _cut(program, {name: leaves[spec.key] for name, spec in program.inputs.items()}, count)
 
 
+def check_modes(device: torch.device, *, training: bool) -> None:
+    """Refuse modes of the caller in which other numbers come out than were compiled."""
+    if torch.is_autocast_enabled(device.type):
+        message = (
+            "a program computes in its own precision: call it outside of torch.autocast, and "
+            "compile with precision='bf16' instead"
+        )
+        raise InputError(message)
+    if training and torch.is_inference_mode_enabled():
+        message = "nothing is trained within torch.inference_mode(): call step outside of it"
+        raise InputError(message)
+
+
 def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, object], int]:
     """The tensors of a batch for predictions by key, and how many samples it has: any number.
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -228,11 +229,18 @@ class RankProgram:
         return self.grid.batch_of(self.coordinate.data)
 
     def in_form(self, batch: Mapping[str, torch.Tensor]) -> object:
-        """A batch by keys in the form of the compiled inputs: itself, or a tuple of positions."""
+        """A batch by keys in the form of the compiled inputs: itself, or a tuple of positions, with
+        the constants among them; what is nested is by keys there."""
         if not self.positional:
             return batch
-        last = max(int(key.partition(".")[0]) for key in batch)
-        return tuple(batch.get(str(position)) for position in range(last + 1))
+        form: dict[int, Any] = {}
+        for key, value in {**self.constants, **batch}.items():
+            position, _, rest = key.partition(".")
+            if rest:
+                form.setdefault(int(position), {})[rest] = value
+            else:
+                form[int(position)] = value
+        return tuple(form.get(position, ()) for position in range(max(form) + 1))
 
     @classmethod
     def parsed(cls, *, instructions: str, evaluation: str, **fields: object) -> RankProgram:

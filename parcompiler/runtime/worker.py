@@ -33,7 +33,7 @@ from parcompiler.runtime.agreement import (
     digest_of_batch,
 )
 from parcompiler.runtime.asynchronous import Serving
-from parcompiler.runtime.batch import microbatches, padded, samples_of_batch
+from parcompiler.runtime.batch import check_modes, microbatches, padded, samples_of_batch
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankState, RankTensors
 from parcompiler.runtime.checkpoint.state_dict import IncompatibleKeys
@@ -129,7 +129,6 @@ class Worker:
         self.folder = folder
         self._copied: torch.Event | None = None  # the last batch is on the device
         self._closed = ""  # why nothing runs any more
-        self._lacking = ""  # why the published weights that the export names are not loaded
         self._refused = ""  # why this rank does not take part in the call that others may be in
         self.check_batches = CHECK_BATCHES
         self._calls = {True: 0, False: 0}  # of training and of evaluation
@@ -200,7 +199,7 @@ class Worker:
             try:
                 self.load_pretrained(request["weights"])
             except InputError as error:  # on all ranks; a run that goes on does without
-                self._lacking = str(error)
+                self._tensors.lacking = str(error)
 
     @property
     def rank(self) -> int:
@@ -338,7 +337,7 @@ class Worker:
         leaves: dict[str, object] = {}
         refusal, count, digest = "", 0, 0
         try:
-            self._check_modes(training=False)
+            check_modes(self.device, training=False)
             leaves, count = samples_of_batch(program, batch)
             self._predictions.check(count)
             self._interpreter.check(padded(program, leaves, -(-count // program.samples)))
@@ -520,7 +519,6 @@ class Worker:
             faults = self._tensors.faults(state)
             keys = self._checkpoints.conclude(state, faults, strict=strict)
         self._tensors.load(state.items())
-        self._lacking = ""
         self._restart()
         return keys
 
@@ -632,7 +630,6 @@ class Worker:
         with self._failing_together("load", InputError):
             names = self._checkpoints.load(Path(folder), extra or {}, optimizer=optimizer)
         self._tensors.filled(names)
-        self._lacking = ""
         return self.step_count
 
     def load_pretrained(self, folder: str | Path, strict: bool = True) -> IncompatibleKeys:
@@ -652,7 +649,6 @@ class Worker:
         loaded = self._tensors.loaded or set()
         self._tensors.filled(names)
         self._tensors.loaded = loaded | names  # folders are not compared
-        self._lacking = ""
         return keys
 
     def save_pretrained(
@@ -767,7 +763,7 @@ class Worker:
     def _settle(self) -> None:
         """Bring the weights of this rank up to date: wait for parameters that other data ranks have
         updated, and in an asynchronous program get the server's, which is a collective."""
-        self._check_published()
+        self._tensors.check_published()
         self._arrive()
         if self._updates.serving is not None:
             with self._failing_together("settle"):
@@ -881,9 +877,8 @@ class Worker:
         """The micro-batches of a batch on this rank's device. Raises InputError for a batch that
         cannot be computed with."""
         with self._failing_together(but=InputError), self._in_groups():
-            self._check_published()
             self._tensors.check_loaded()
-            self._check_modes(training)
+            check_modes(self.device, training=training)
             batches = microbatches(self.program, batch, fewer=not training)
             batches = [
                 {n: t.to(self.device, non_blocking=True) for n, t in each.items()}
@@ -893,18 +888,6 @@ class Worker:
                 self._copied = torch.cuda.current_stream(self.device).record_event()
             self._interpreter.check(batches)
             return batches
-
-    def _check_modes(self, training: bool) -> None:
-        """Refuse modes of the caller in which other numbers come out than were compiled."""
-        if torch.is_autocast_enabled(self.device.type):
-            message = (
-                "a program computes in its own precision: call it outside of torch.autocast, and "
-                "compile with precision='bf16' instead"
-            )
-            raise InputError(message)
-        if training and torch.is_inference_mode_enabled():
-            message = "nothing is trained within torch.inference_mode(): call step outside of it"
-            raise InputError(message)
 
     @contextmanager
     def _in_groups(self) -> Iterator[None]:
@@ -982,11 +965,6 @@ class Worker:
         if self._closed:
             message = f"this worker is closed, because {self._closed}: start all ranks again"
             raise LaunchError(message)
-
-    def _check_published(self) -> None:
-        """Refuse to use weights that the export names, and that could not be loaded."""
-        if self._lacking:
-            raise InputError(self._lacking)
 
     def _check_synchronous(self) -> None:
         """Refuse to keep gradients where the program uses them up."""

@@ -9,6 +9,15 @@ from parcompiler.instruction import MESSAGES, Kind
 from parcompiler.lower import Lowered, buckets
 from tests.verifier.programs import program
 
+BIASES_TOGETHER = [
+    ("layers.3.weight",),
+    ("layers.2.weight",),
+    ("layers.3.bias", "layers.2.bias", "layers.1.bias"),
+    ("layers.1.weight",),
+    ("layers.0.bias",),
+    ("layers.0.weight",),
+]
+
 
 def lines(lowered: Lowered, rank: int) -> list[str]:
     return [str(line) for line in lowered.instructions[rank]]
@@ -76,14 +85,7 @@ def test_a_bucket_is_full_at_its_size_and_has_one_dtype(monkeypatch: pytest.Monk
     ]
     graph = replace(lowered.graph, parameters=tuple(parameters))
     found = buckets.buckets(graph, lowered.stages, set(), lowered.instructions)
-    assert [item.names for item in found] == [
-        ("layers.3.weight",),
-        ("layers.2.weight",),
-        ("layers.3.bias", "layers.2.bias", "layers.1.bias"),
-        ("layers.1.weight",),
-        ("layers.0.bias",),
-        ("layers.0.weight",),
-    ]
+    assert [item.names for item in found] == BIASES_TOGETHER
 
 
 def test_small_gradients_go_together_past_one_that_is_a_bucket_by_itself(
@@ -91,14 +93,7 @@ def test_small_gradients_go_together_past_one_that_is_a_bucket_by_itself(
 ) -> None:
     monkeypatch.setattr("parcompiler.problem.BUCKET", 50)  # a weight is 64 bytes, a bias 16
     lowered = program("chain", 1, "1f1b", 1, data=2)
-    assert [item.names for item in lowered.buckets] == [
-        ("layers.3.weight",),
-        ("layers.2.weight",),
-        ("layers.3.bias", "layers.2.bias", "layers.1.bias"),
-        ("layers.1.weight",),
-        ("layers.0.bias",),
-        ("layers.0.weight",),
-    ]
+    assert [item.names for item in lowered.buckets] == BIASES_TOGETHER
 
 
 def test_one_data_rank_has_no_buckets() -> None:

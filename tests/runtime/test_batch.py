@@ -109,6 +109,24 @@ def test_a_program_keeps_the_constants_of_its_inputs(tmp_path: Path) -> None:
         assert worker.program.constants == known
 
 
+def test_one_tensor_is_a_batch_by_itself(tmp_path: Path) -> None:
+    class Single(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            loss: torch.Tensor = scale * self.inner(x).sum()
+            return loss
+
+    model, x = Single(), torch.ones(4, 2)
+    compiled = pc.compile(model, pc.Mesh(), x[:2], microbatches=2, progress=False)
+    compiled.export(tmp_path)
+    with pc.load(tmp_path).worker() as worker:
+        assert worker.program.constants == {}
+        assert worker.step(x).item() == pytest.approx(model(x[:2]).item())
+
+
 def test_another_dtype_is_refused() -> None:
     message = "batch['ids'] must have dtype torch.int64 (torch.int32 given)"
     refused({"ids": ids().int()}, message, IDS)
@@ -151,6 +169,19 @@ def test_positions_count_from_zero_and_constants_keep_theirs() -> None:
     spec = replace(spec, constants={"0": True})
     assert torch.equal(microbatches(spec, (True, ids()))[0]["1"], ids()[:2])
     assert torch.equal(microbatches(spec, [1, ids()])[0]["1"], ids()[:2])
+
+
+def test_the_form_of_a_batch_has_the_constants_and_what_is_nested() -> None:
+    inputs = [Input(key, (2, 4), torch.int64) for key in ("1", "3.0", "3.1.k")]
+    constants = {"0": 0.5, "2": True, "3.1.scale": 2.0, "4": None}
+    spec = replace(program(*inputs, positional=True), constants=constants)
+    form = spec.in_form({item.key: ids() for item in inputs})
+    assert isinstance(form, tuple)
+    assert len(form) == 5
+    assert len(microbatches(spec, form)[0]) == 3
+    fewer = spec.in_form({"3.0": ids()})  # predictions need no labels, say
+    assert isinstance(fewer, tuple)
+    assert fewer[1] == ()
 
 
 def test_a_single_tensor_is_the_first_argument() -> None:

@@ -89,7 +89,8 @@ class RankTensors:
     """The tensors of this rank by name: parameters and buffers, pieces of them, rows, and masters.
 
     `missing` are those that were never filled, `loaded` those that were since the ranks compared
-    their weights (None: none).
+    their weights (None: none). `lacking` says why the published weights that the export names are
+    not loaded.
     """
 
     def __init__(self, state: RankState) -> None:
@@ -98,6 +99,7 @@ class RankTensors:
         self._rows = VocabularyRows(state.program)
         self._missing = set(self._tensors)
         self.loaded: set[str] | None = None
+        self.lacking = ""
         self._digests: dict[str, torch.Tensor] = {}
 
     def faults(self, state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -113,7 +115,7 @@ class RankTensors:
     @torch.no_grad()
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors into this rank's; those of other ranks are passed over."""
-        self.loaded = self.loaded or set()
+        self.loaded, self.lacking = self.loaded or set(), ""
         for name, whole in self._own(named):
             self._state.fill(name, whole)
             self._missing.discard(name)
@@ -130,7 +132,7 @@ class RankTensors:
     def filled(self, names: Collection[str]) -> None:
         """Take note of tensors whose values came from a checkpoint, which is compared otherwise."""
         self._missing.difference_update(names)
-        self.loaded = None
+        self.loaded, self.lacking = None, ""
         self._digests.clear()
 
     def unpadded(self, name: str) -> list[torch.Tensor]:
@@ -144,8 +146,14 @@ class RankTensors:
             copies += [masters[name]] if name in masters else []
         return [self._rows.unpadded(name, tensor) for tensor in copies]
 
+    def check_published(self) -> None:
+        """Raise InputError where the export names published weights that could not be loaded."""
+        if self.lacking:
+            raise InputError(self.lacking)
+
     def check_loaded(self) -> None:
         """Raise InputError where tensors were never filled."""
+        self.check_published()
         weights = self._missing.difference(self._program.unsaved)
         if weights:
             message = (
