@@ -43,7 +43,7 @@ def check_types(mesh: object, loss: object, plan: object, passes: object) -> Non
     if not isinstance(mesh, Mesh | Cluster):
         message = f"compile needs a Mesh, such as Mesh(pipeline=2) ({type(mesh).__name__} given)"
         raise InputError(message)
-    if loss is not None and not callable(loss):
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
         message = (
             "loss must be a function of the model's outputs that returns a scalar, or None where "
             f"the model returns the loss ({shown(loss)} given)"

@@ -107,6 +107,7 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
             "recompute must be 'auto', 'none', 'selective', 'full', 'offload' or a dict such",
         ),
         ("loss", "mse", "loss must be a function of the model's outputs that returns a scalar"),
+        ("loss", torch.nn.MSELoss, "loss must be a function of the model's outputs that returns"),
         ("mesh", 2, "compile needs a Mesh, such as Mesh(pipeline=2) (int given)"),
         ("plan", "{}", "plan must be a Plan: read JSON by Plan.from_json (str given)"),
         ("plan", {"model": "m"}, "plan must be a Plan: read JSON by Plan.from_json (dict given)"),
