@@ -68,7 +68,7 @@ def flow(
     wanted = wanted_rows(microbatch, mesh, options.costs, again=source is not None)
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)
-    with ONE_THREAD, Progress(progress) as steps:
+    with ONE_THREAD, _without_collector(), Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow, outputs)
             captured = _weighted(captured, options.loss_weights)
@@ -102,11 +102,11 @@ def flow(
             if found is None:
                 raise
             captured, problem, plan = found
-        with steps("lower"), _without_collector():
+        with steps("lower"):
             rank_problem = local(problem, plan)
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
             check_lowered(lowered)
-        with steps("verify"), _without_collector():
+        with steps("verify"):
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
             vocabulary_costs = vocabulary_cost(rank_problem, plan)
             limits = MemoryLimits(
@@ -118,8 +118,8 @@ def flow(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let Python's collector of cycles wait: lists of instructions have none, and with each quarter
-    of a million lines it would go through the graph of the model and all else that there is."""
+    """Let Python's collector of cycles wait: graphs of models and lists of instructions stay until
+    the end, and it would go through all of them again and again (a tenth of a long search)."""
     was_on = gc.isenabled()
     gc.disable()
     try:
