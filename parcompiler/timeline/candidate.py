@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import starmap
 
+import numpy as np
+
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Kind
 from parcompiler.schedules.action import Orders
@@ -29,7 +31,7 @@ from parcompiler.timeline.costs import Message, StageCost, VocabularyCost
 from parcompiler.timeline.embeddings import whole_walk
 from parcompiler.timeline.memory import MemoryUse
 from parcompiler.timeline.order import OrderTasks, OrderWalk, Send, StageLink
-from parcompiler.timeline.run import INFINITY, Moments, run
+from parcompiler.timeline.run import INFINITY, Moments
 from parcompiler.timeline.steady import StepPart
 
 
@@ -123,7 +125,7 @@ class TimedOrder:
 
     def run(self) -> Moments:
         """When everything begins and ends."""
-        return run(self.walk.tasks, self.walk.codes, self.seconds)
+        return self.walk.events.run(self.seconds)
 
     def run_many(self, microbatches: int) -> tuple[float, list[StepPart]] | None:
         """The step with more micro-batches: see `RepeatingOrder.run_many`."""
@@ -151,10 +153,11 @@ class TimedOrder:
 
         tasks = self.walk.pipeline
         seconds = tasks.seconds([0.0] * tasks.classes, pairs_of(self.messages), collective)
-        for own, items in zip(self.walk.codes, self.walk.actions, strict=True):
-            for code, (kind, stage, _) in zip(own, items, strict=True):
-                seconds[code] = of_stages[stage][kind] if kind in COMPUTE else of_shared[kind]
-        return seconds
+        each = np.array(seconds)
+        for (kind, stage), codes in self.walk.codes_of.items():
+            each[codes] = of_stages[stage][kind] if kind in COMPUTE else of_shared[kind]
+        found: list[float] = each.tolist()
+        return found
 
     def peaks(self, moments: Moments, begin: float = 0.0, end: float = INFINITY) -> tuple[int, ...]:
         """The most bytes on each rank between two moments."""

@@ -32,7 +32,7 @@ from parcompiler.timeline.memory import (
     joined,
     task_arrays,
 )
-from parcompiler.timeline.run import INFINITY, START, Tasks, run
+from parcompiler.timeline.run import INFINITY, START, Tasks, ordered, run
 from parcompiler.timeline.steady import RepeatingOrder
 
 PLACE = {  # both backwards give what other stages wait for, so they share a place
@@ -241,7 +241,8 @@ class OrderWalk:
         for own, codes in zip(orders, self.codes, strict=True):
             for action, code in zip(own, codes, strict=True):
                 seconds[code] = UNITS.get(action.kind, 1)
-        self.moments = run(tasks, self.codes, seconds)
+        self.events = ordered(tasks, self.codes)
+        self.moments = self.events.run(seconds)
         self.stuck = waiting = self.moments.stuck(self.codes)
         free = list(tasks.needs)
         while waiting:  # let the first of them go on
@@ -276,10 +277,19 @@ class OrderWalk:
         return (end, pace) if pace is not None and first < end - pace else None
 
     @cached_property
+    def codes_of(self) -> dict[tuple[Kind, int], Ints]:
+        """The codes of all actions of a kind on a stage (NOWHERE: of all ranks)."""
+        found: dict[tuple[Kind, int], list[int]] = {}
+        for own, codes in zip(self.actions, self.codes, strict=True):
+            for (kind, stage, _), code in zip(own, codes, strict=True):
+                found.setdefault((kind, stage), []).append(code)
+        return {key: np.array(codes, np.int64) for key, codes in found.items()}
+
+    @cached_property
     def repeating(self) -> RepeatingOrder:
         """The tasks, which may repeat in rounds of a micro-batch for each rank."""
         m = self.pipeline.microbatches
-        return RepeatingOrder(self.tasks, self.codes, m, self.pipeline.ranks)
+        return RepeatingOrder(self.tasks, self.events, self.codes, m, self.pipeline.ranks)
 
     def memory(self, untrained: AbstractSet[int] = frozenset()) -> MemoryUse:
         """What these orders hold where some stages are `untrained`. It is remembered."""

@@ -14,9 +14,8 @@ all: a rank that needs what has not ended yet is put aside until it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
 from types import MappingProxyType
 
 INFINITY = float("inf")
@@ -53,7 +52,8 @@ class Moments:
     @property
     def last(self) -> float:
         """The end of all that ends."""
-        return max((end for end in self.ends if end < INFINITY), default=0.0)
+        last = max(self.ends, default=0.0)
+        return last if last < INFINITY else max((x for x in self.ends if x < INFINITY), default=0.0)
 
     def stuck(self, orders: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """The ranks that wait for ever, each with the position in its order that it stops at."""
@@ -62,6 +62,49 @@ class Moments:
             for rank, own in enumerate(orders)
         )
         return [(rank, k) for rank, k in stops if k is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class EventOrder:
+    """Tasks and exchanges (events) in an order in which each comes behind its causes: it begins
+    when both of these have ended, or one of them twice, or the step has begun (START).
+
+    An event of more causes waits for the latest of some by a `helper`: an event of no seconds that
+    has the numbers behind the last exchange. What never begins is in no list. The seconds by which
+    an exchange may begin before its end are those of the helper that stands for it in `arrivals`.
+    """
+
+    size: int
+    events: list[int]
+    first: list[int]
+    second: list[int]
+    helpers: int
+    arrivals: Mapping[int, int]
+
+    def run(
+        self,
+        seconds: Sequence[float],
+        known: Sequence[float] = (),
+        before: Mapping[int, float] = NOTHING,
+    ) -> Moments:
+        """When everything begins and ends; `seconds` are by task and exchange. See `run`."""
+        helping = [0.0] * self.helpers
+        for exchange, more in before.items():
+            helping[self.arrivals[exchange] - self.size] = -more
+        taken = [*seconds, *helping]
+        begins = [INFINITY] * len(taken)
+        ends = [*begins, 0.0]  # the last is START
+        if known:
+            begins[: self.size] = known
+        for event, one, two in zip(self.events, self.first, self.second, strict=True):
+            begin = begins[event]
+            if begin == INFINITY:
+                begin, other = ends[one], ends[two]
+                if other > begin:
+                    begin = other
+                begins[event] = begin
+            ends[event] = begin + taken[event]
+        return Moments(begins[: self.size], ends[: self.size])
 
 
 def run(
@@ -76,60 +119,85 @@ def run(
     `known` says when some of them begin already, and is infinite for the others; `before` has the
     seconds by which exchanges of one task may begin before its end.
     """
-    size, needs, joins = tasks.size, tasks.needs, tasks.joins
-    lanes, lane_free = tasks.lanes, [0.0] * tasks.num_lanes
-    missing, latest = list(tasks.parties), [0.0] * len(tasks.parties)
-    begins = list(known) or [INFINITY] * len(seconds)
-    ends = list(map(add, begins, seconds))
-    free, position = [0.0] * len(orders), [0] * len(orders)
+    return ordered(tasks, orders, before.keys()).run(seconds, known, before)
+
+
+def ordered(
+    tasks: Tasks, orders: Sequence[Sequence[int]], apart: Collection[int] = ()
+) -> EventOrder:
+    """The events of the tasks of each rank in the order given, whatever their seconds are; those
+    `apart` are exchanges that may begin before the end of their task."""
+    needs, joins, lanes = tasks.needs, tasks.joins, tasks.lanes
+    size, total = tasks.size, tasks.size + len(tasks.parties)
+    events: list[int] = []
+    first: list[int] = []
+    second: list[int] = []
+    done, number = [False] * total, total  # that of the next helper
+
+    def add(event: int, causes: list[int]) -> None:
+        nonlocal number
+        while len(causes) > 2:
+            events.append(number)
+            first.append(causes.pop())
+            second.append(causes.pop())
+            causes.append(number)
+            number += 1
+        events.append(event)
+        first.append(causes[0])
+        second.append(causes[-1])
+
+    before = [START] * tasks.num_lanes  # the exchange that each lane had last
+    arrivals: dict[int, int] = {}
+    missing, makers = list(tasks.parties), dict[int, list[int]]()
+    behind, position = [START] * len(orders), [0] * len(orders)
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(orders)))
     for exchange in tasks.early:
         own = lanes[exchange - size]
-        if begins[exchange] == INFINITY:
-            begins[exchange] = begin = max((lane_free[lane] for lane in own), default=0.0)
-            ends[exchange] = begin + seconds[exchange]
+        add(exchange, [START, *(before[lane] for lane in own)])
+        done[exchange] = True
         for lane in own:
-            lane_free[lane] = ends[exchange]
+            before[lane] = exchange
     while ready:
         rank = ready.pop()
-        order, now = orders[rank], free[rank]
+        order, now = orders[rank], behind[rank]
         for k in range(position[rank], len(order)):
             task = order[k]
-            if ends[task] == INFINITY:
-                begin = now
-                for need in needs[task]:
-                    if ends[need] > begin:
-                        begin = ends[need]
-                        if begin == INFINITY:
-                            waiting.setdefault(need, []).append(rank)
-                            break
-                if begin == INFINITY:
-                    position[rank] = k
+            causes = needs[task]
+            for need in causes:
+                if not done[need]:
+                    waiting.setdefault(need, []).append(rank)
                     break
-                begins[task] = begin
-                ends[task] = begin + seconds[task]
-            now = ends[task]
-            for exchange in joins[task]:
-                x = exchange - size
-                if missing[x] > 1:
-                    missing[x] -= 1
-                    latest[x] = max(latest[x], now)
-                    continue
-                if ends[exchange] == INFINITY:
-                    begin = now if now > latest[x] else latest[x]
-                    if exchange in before:
-                        begin -= before[exchange]
+            else:
+                if len(causes) < 2:
+                    events.append(task)
+                    first.append(now)
+                    second.append(causes[0] if causes else now)
+                else:
+                    add(task, [now, *causes])
+                done[task], now = True, task
+                for exchange in joins[task]:
+                    x = exchange - size
+                    if missing[x] > 1:
+                        missing[x] -= 1
+                        makers.setdefault(exchange, []).append(task)
+                        continue
+                    parts = [task, *makers.pop(exchange, ())]
+                    if exchange in apart:
+                        arrivals[exchange] = number
+                        number += 1
+                        add(arrivals[exchange], parts)
+                        parts = [arrivals[exchange]]
+                    add(exchange, [*parts, *(before[lane] for lane in lanes[x])])
+                    done[exchange] = True
                     for lane in lanes[x]:
-                        if lane_free[lane] > begin:
-                            begin = lane_free[lane]
-                    begins[exchange] = begin
-                    ends[exchange] = begin + seconds[exchange]
-                for lane in lanes[x]:
-                    lane_free[lane] = ends[exchange]
-                if exchange in waiting:
-                    ready += waiting.pop(exchange)
+                        before[lane] = exchange
+                    if exchange in waiting:
+                        ready += waiting.pop(exchange)
+                continue
+            position[rank] = k
+            break
         else:
             position[rank] = len(order)
-        free[rank] = now
-    return Moments(begins, ends)
+        behind[rank] = now
+    return EventOrder(total, events, first, second, number - total, arrivals)

@@ -26,7 +26,7 @@ from operator import sub
 from typing import NamedTuple
 
 from parcompiler.schedules.rounds import RankLoop, loops_of
-from parcompiler.timeline.run import EXACT, INFINITY, Moments, Tasks, run
+from parcompiler.timeline.run import EXACT, INFINITY, EventOrder, Moments, Tasks
 
 
 class StepPart(NamedTuple):
@@ -45,6 +45,7 @@ class RepeatingOrder:
     """
 
     tasks: Tasks
+    events: EventOrder
     orders: Sequence[Sequence[int]]
     microbatches: int
     period: int
@@ -58,7 +59,7 @@ class RepeatingOrder:
             return None
         parts, known, q, begin = [], list[float](), self.period, 0.0
         while True:
-            moments = run(self.tasks, self.orders, seconds, known)
+            moments = self.events.run(seconds, known)
             if not rounds:
                 parts.append(StepPart(moments, begin, INFINITY))
                 return moments.last, parts
