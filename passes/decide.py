@@ -231,25 +231,31 @@ def _completing(
     def complete(plan: Plan, below: float) -> Plan:
         if problem.options.recompute != "auto" or plan.selective or tuple(passes) != DEFAULT:
             return decided(plan, below)
-        trials = [dataclasses.replace(plan, selective=True)]
+        selective = dataclasses.replace(plan, selective=True)
+        trials = [plan, selective]
+        if plan.zero is not None and problem.options.zero == "auto":
+            trials.reverse()  # with less memory the plan did not fit: plain ones run blocks again
         if problem.may_offload:
-            trials.append(dataclasses.replace(plan, selective=True, offload=True))
+            trials.append(dataclasses.replace(selective, offload=True))
         best = refusal = None
-        try:
-            best = decided(plan, below)
-        except InfeasibleError as error:
-            refusal = error
-            trials = [x for x in trials if below == math.inf or bound(x, below) < below]
         for trial in trials:
-            with suppress(InfeasibleError, PlanError):
-                if best is None:
-                    best = decided(trial, below)
+            seconds, is_plain = math.inf if best is None else step_of(problem, best), trial is plan
+            worth = seconds / (1 - GAIN) if is_plain else (1 - GAIN) * seconds
+            if best is None:
+                if refusal and below < math.inf and bound(trial, below) >= below:
                     continue
-                seconds = step_of(problem, best)
-                if best.recompute or (not trial.offload and _is_tight(problem, best, seconds)):
-                    lean = decided(trial, min(below, seconds))
-                    if step_of(problem, lean) < (1 - GAIN) * seconds:
-                        best = lean
+            elif not (is_plain or best.recompute):
+                if trial.offload or not _is_tight(problem, best, seconds):
+                    continue
+            try:
+                found = decided(trial, min(below, worth))
+                if step_of(problem, found) <= worth:
+                    best = found
+            except InfeasibleError as error:
+                refusal = error if is_plain else refusal
+            except PlanError:
+                if is_plain:
+                    raise
         if best is None:
             assert refusal is not None
             raise refusal

@@ -71,7 +71,16 @@ class StagePass(Pass):
         asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
         known = dataclasses.replace(self, below=math.inf)  # what is found serves for any
         key = known, *order, *asked, plan.vocabulary and plan.vocabulary.method
-        found = problem.once(key, lambda: self._computed(problem, plan))
+        lean = problem.at_zero("auto")  # with the most memory, and no gathers between passes
+        least: dict[object, float] = lean.once("least steps", dict)
+        if self.below <= least.get(key, 0.0):
+            raise InfeasibleError(_too_long(self.below))
+        try:
+            found = problem.once(key, lambda: self._computed(problem, plan))
+        except InfeasibleError:
+            if problem.options.zero == "auto" and self.below < math.inf:
+                least[key] = max(self.below, least.get(key, 0.0))
+            raise
         names = "granularity", "sent", "stages", "recompute", "solution"
         return dataclasses.replace(plan, **{name: getattr(found, name) for name in names})
 
@@ -181,7 +190,8 @@ class StagePass(Pass):
         if best is None:
             assert refusal is not None
             stages = len(outline(plan).placement)
-            if stages > len(problem.priced(problem.levels[-1]).cut.blocks):
+            blocks = problem.priced(problem.levels[-1]).cut.blocks
+            if problem.explain and stages > len(blocks):
                 refusal.add_note(why_so_few(problem.graph))
             raise refusal
         return solved, best

@@ -97,6 +97,8 @@ class VocabularyPass(Pass):
         for item in self.others:
             if isinstance(item, SchedulePass):
                 item = dataclasses.replace(item, below=below, floor=self.floor)
+            if isinstance(item, StagePass) and not problem.explain:
+                item = dataclasses.replace(item, below=below)
             plan = item.run(local(problem, plan), plan)
         return plan
 
