@@ -32,7 +32,7 @@ from parcompiler.timeline.memory import (
     joined,
     task_arrays,
 )
-from parcompiler.timeline.run import INFINITY, START, Tasks, ordered, run
+from parcompiler.timeline.run import INFINITY, START, Moments, Tasks, ordered
 from parcompiler.timeline.steady import RepeatingOrder
 
 PLACE = {  # both backwards give what other stages wait for, so they share a place
@@ -161,6 +161,16 @@ class OrderTasks:
         parts = 3 + 2 * len(self.layers.users)
         return (3 * len(self.placement) + rank * parts + part) * self.microbatches + i
 
+    def codes(self, rank: int, actions: Sequence[Action]) -> list[int]:
+        """The numbers of the actions of a rank."""
+        first: dict[tuple[Kind, int], int] = {}
+        found = []
+        for kind, j, i in actions:
+            if (kind, j) not in first:
+                first[kind, j] = self.code(rank, Action(kind, j, 0))
+            found.append(first[kind, j] + i)
+        return found
+
     @cached_property
     def tasks(self) -> Tasks:
         """The tasks of any order of the actions of stages."""
@@ -233,23 +243,28 @@ class OrderWalk:
         )
         self._memory: dict[AbstractSet[int], MemoryUse] = {}
         self.actions = [[item for item in own if isinstance(item, Action)] for own in self.items]
-        self.codes = [
-            [pipeline.code(rank, action) for action in own] for rank, own in enumerate(self.actions)
-        ]
-        self.tasks = tasks = pipeline.tasks if layers is None else self._with_collectives(layers)
-        seconds = [0.0] * (tasks.size + len(tasks.parties))
-        for own, codes in zip(orders, self.codes, strict=True):
-            for action, code in zip(own, codes, strict=True):
-                seconds[code] = UNITS.get(action.kind, 1)
-        self.events = ordered(tasks, self.codes)
-        self.moments = self.events.run(seconds)
-        self.stuck = waiting = self.moments.stuck(self.codes)
-        free = list(tasks.needs)
-        while waiting:  # let the first of them go on
-            rank, k = waiting[0]
+        self.codes = [pipeline.codes(rank, own) for rank, own in enumerate(self.actions)]
+        self.tasks = pipeline.tasks if layers is None else self._with_collectives(layers)
+        self.events = ordered(self.tasks, self.codes)
+
+    @property
+    def stuck(self) -> list[tuple[int, int]]:
+        """The ranks that wait for ever, each with the position in its order that it stops at."""
+        return self.events.stuck
+
+    @cached_property
+    def moments(self) -> Moments:
+        """When everything begins and ends in the time of this walk."""
+        seconds = [0.0] * (self.tasks.size + len(self.tasks.parties))
+        for (kind, _), codes in self.codes_of.items():
+            for code in codes.tolist():
+                seconds[code] = UNITS.get(kind, 1)
+        events, free = self.events, list(self.tasks.needs)
+        while events.stuck:  # let the first of them go on
+            rank, k = events.stuck[0]
             free[self.codes[rank][k]] = []
-            self.moments = run(replace(tasks, needs=free), self.codes, seconds)
-            waiting = self.moments.stuck(self.codes)
+            events = ordered(replace(self.tasks, needs=free), self.codes)
+        return events.run(seconds)
 
     @cached_property
     def steady(self) -> tuple[float, float] | None:

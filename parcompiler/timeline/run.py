@@ -55,14 +55,6 @@ class Moments:
         last = max(self.ends, default=0.0)
         return last if last < INFINITY else max((x for x in self.ends if x < INFINITY), default=0.0)
 
-    def stuck(self, orders: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """The ranks that wait for ever, each with the position in its order that it stops at."""
-        stops = (
-            (rank, next((k for k, task in enumerate(own) if self.ends[task] == INFINITY), None))
-            for rank, own in enumerate(orders)
-        )
-        return [(rank, k) for rank, k in stops if k is not None]
-
 
 @dataclass(frozen=True, slots=True)
 class EventOrder:
@@ -80,6 +72,7 @@ class EventOrder:
     second: list[int]
     helpers: int
     arrivals: Mapping[int, int]
+    stuck: list[tuple[int, int]]
 
     def run(
         self,
@@ -200,4 +193,5 @@ def ordered(
         else:
             position[rank] = len(order)
         behind[rank] = now
-    return EventOrder(total, events, first, second, number - total, arrivals)
+    stuck = [(rank, k) for rank, k in enumerate(position) if k < len(orders[rank])]
+    return EventOrder(total, events, first, second, number - total, arrivals, stuck)
