@@ -127,6 +127,8 @@ class Training:
             self._metrics = Metrics(
                 worker, options.log_every, options.metrics, options.tensorboard, options.steps
             )
+        if options.publish is not None:
+            worker.check_folder(options.publish)
         self._held: TokenRows | None = None
         if options.evaluate_every is not None:
             part = (1 - options.hold_out, 1.0)

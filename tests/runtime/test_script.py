@@ -112,13 +112,15 @@ def test_options_that_no_run_can_have_are_refused_before_it(
     assert "step" not in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_saved_into_is_refused_before_the_first_step(
+def test_a_folder_that_cannot_be_written_into_is_refused_before_the_first_step(
     program: pc.Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(pc.InputError, match=r"cannot save into .*run:\nrank 0: Not a directory"):
-        run(program.worker, ["--save", str(tmp_path / "file" / "run")])
-    assert "step" not in capsys.readouterr().out
+    refused = r"cannot save into .*run:\nrank 0: Not a directory"
+    for option in ("--save", "--publish"):
+        with pytest.raises(pc.InputError, match=refused):
+            run(program.worker, ["--steps", "1", option, str(tmp_path / "file" / "run")])
+        assert "step" not in capsys.readouterr().out
     run(program.worker, ["--steps", "1", "--save", str(tmp_path / "run")])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_00000001"]
 
