@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from parcompiler.errors import InputError
 from parcompiler.runtime.program import PLAIN, Input, RankProgram
@@ -141,18 +142,31 @@ def _count(program: RankProgram, leaves: Mapping[str, object]) -> int:
 
 
 def _leaves(batch: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Every leaf of a batch with its key, as `capture` names them: `ids`, `0`, `images.1`."""
+    """Every leaf of a batch with its key, as `capture` names them: `ids`, `0`, `images.1`.
+
+    Arguments by position have numbers, those of a named tuple too. Inside of one, a named tuple
+    has the names of its fields, as all that is registered with torch's pytrees (dataclasses).
+    """
+    items: list[tuple[str, Any]]
+    by_name = bool(prefix) and hasattr(batch, "_fields")
     if isinstance(batch, Mapping):
-        items: list[tuple[str, Any]] = [(str(key), value) for key, value in batch.items()]
-    elif isinstance(batch, tuple) and (fields := getattr(batch, "_fields", ())):
-        items = list(zip(fields, batch, strict=True))
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        items = [(str(key), value) for key, value in batch.items()]
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes) and not by_name:
         items = [(str(index), value) for index, value in enumerate(batch)]
-    else:
+    elif pytree.tree_is_leaf(batch):
         yield (prefix or "0"), batch
         return
+    else:
+        children, _ = pytree.tree_flatten_with_path(batch, lambda value: value is not batch)
+        items = [(_name(path[0]), value) for path, value in children]
     for key, value in items:
         yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
+
+
+def _name(step: object) -> str:
+    """One step of a path into a pytree, as text."""
+    names = (getattr(step, kind, None) for kind in ("name", "key", "idx"))
+    return next(str(name) for name in names if name is not None)
 
 
 def _check_form(program: RankProgram, batch: object) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections import UserDict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,6 +220,54 @@ def test_paths_are_those_of_capture() -> None:
     inputs = {"a": ids(), "b": (ids(), {"c": [ids()]}), "p": Pair(ids(), ids()), "flag": True}
     assert [key for key, _ in _leaves(inputs)] == [key for key, _ in flat(inputs)]
     assert [key for key, _ in _leaves((ids(), None, 2))] == ["0", "1", "2"]
+
+
+@dataclass
+class Views:
+    first: torch.Tensor
+    second: list[torch.Tensor]
+    scale: float
+
+
+torch.export.register_dataclass(Views)
+
+
+def test_a_registered_dataclass_is_an_input_with_names_for_its_fields() -> None:
+    class Viewed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, views: Views) -> torch.Tensor:
+            x = views.first + views.second[0]
+            loss: torch.Tensor = views.scale * self.inner(x).square().mean()
+            return loss
+
+    def given(rows: int) -> dict[str, Views]:
+        return {"views": Views(torch.ones(rows, 2), [torch.ones(rows, 2)], 0.5)}
+
+    model = Viewed()
+    compiled = pc.compile(model, pc.Mesh(), given(2), microbatches=2, progress=False)
+    with compiled.worker() as worker:
+        assert worker.program.constants == {"views.scale": 0.5}
+        assert worker.step(given(4)).item() == pytest.approx(model(**given(2)).item())
+
+
+def test_a_named_tuple_has_arguments_by_position() -> None:
+    class Distance(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = (self.inner(x) - y).square().mean()
+            return loss
+
+    model, pair = Distance(), Pair(torch.ones(4, 2), torch.zeros(4, 2))
+    micro = Pair(pair.left[:2], pair.right[:2])
+    compiled = pc.compile(model, pc.Mesh(), micro, microbatches=2, progress=False)
+    with compiled.worker() as worker:
+        assert worker.step(pair).item() == pytest.approx(model(*micro).item())
 
 
 def test_equal_batches_have_one_digest_and_others_another() -> None:
