@@ -52,7 +52,7 @@ from parcompiler.capture.patches import (
     suspended,
     unmoved,
 )
-from parcompiler.capture.read import read
+from parcompiler.capture.read import check_strided, read
 from parcompiler.capture.renewal import renewed
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
@@ -76,15 +76,15 @@ def capture(
     The parameters of a loss that is a module are trained too, under names that begin with "loss.";
     `in_float32` casts the loss to that. `outputs` are names of outputs to keep beside the loss.
     Raises CaptureError with the module path, the source line and advice; InputError for inputs
-    that the model's forward does not take, for a lazy module before its first forward, and for
-    parameters that share memory without being one tensor.
+    that the model's forward does not take, for sparse and nested tensors, for a lazy module before
+    its first forward, and for parameters that share memory without being one tensor.
     """
     _check_shapes(model)
     _check_scripts(model)
     _check_memory(model)
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
-    _check_rows(inputs)
+    _check_inputs(inputs)
     original = WithLoss(model, loss, in_float32=in_float32, outputs=outputs)
     hooks = hooks_of(original)
     captured = _graph_of(original, inputs, args, kwargs, known := Known())
@@ -159,8 +159,9 @@ def _on_device_of(
 
 
 def _check_shapes(model: nn.Module) -> None:
-    """Refuse lazy modules before their first forward."""
+    """Refuse tensors without strides, and lazy modules before their first forward."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        check_strided(f"{name!r} of {type(model).__name__}", tensor)
         if is_lazy(tensor):
             message = (
                 f"{name!r} of {type(model).__name__} has no shape yet: call the model on a batch "
@@ -218,11 +219,21 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise InputError(message) from error
 
 
-def _check_rows(inputs: Batch) -> None:
-    """Refuse a micro-batch without rows: what a step of it takes is not told by it."""
+def _check_inputs(inputs: Batch) -> None:
+    """Refuse arrays that are no tensors, tensors without strides, and a micro-batch without rows:
+    what a step of it takes is not told by it."""
     for key, leaf in flat(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and not leaf.shape[0]:
-            message = f"the input {key!r} has no rows (shape {tuple(leaf.shape)}): give one or more"
+        if isinstance(leaf, torch.Tensor):
+            check_strided(f"the input {key!r}", leaf)
+            if leaf.dim() and not leaf.shape[0]:
+                shape = tuple(leaf.shape)
+                message = f"the input {key!r} has no rows (shape {shape}): give one or more"
+                raise InputError(message)
+        elif hasattr(leaf, "__array__") and not isinstance(leaf, int | float):
+            message = (
+                f"the input {key!r} is a numpy.{type(leaf).__name__}: give a tensor "
+                "(torch.as_tensor), or a number of Python for a constant"
+            )
             raise InputError(message)
 
 

@@ -120,6 +120,7 @@ class _Placeholders:
                 "are made outside of forward"
             )
             raise CaptureError(message)
+        check_strided(f"{name!r} of {type(self._model).__name__}", tensor)
         self.tensors[name] = tensor
         aliases = self._aliases.get(name, ())
         self.parameters[name] = Parameter(
@@ -133,6 +134,20 @@ class _Placeholders:
             aliases=tuple(aliases),
             unsaved=tuple(each for each in (name, *aliases) if each not in self._saved),
         )
+
+
+def check_strided(what: str, tensor: torch.Tensor) -> None:
+    """Refuse a sparse or nested tensor: rows of it cannot be taken, sent or saved."""
+    if tensor.is_nested:
+        message = f"{what} is a nested tensor: pad it, and give a mask beside it"
+        raise InputError(message)
+    if tensor.layout is not torch.strided:
+        message = (
+            f"{what} has the layout {tensor.layout}: make it dense (.to_dense()), or keep tensors "
+            "of its indices and values, and let the forward make it of these "
+            "(torch.sparse_coo_tensor)"
+        )
+        raise InputError(message)
 
 
 def _loss(graph: fx.Graph, outputs: Sequence[str]) -> fx.Node:

@@ -112,6 +112,53 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         capture(Stack(), 3)  # type: ignore[arg-type]
 
 
+class Neighbours(nn.Module):
+    """A graph convolution, whose graph is an input, a buffer or an attribute."""
+
+    def __init__(self, graph: torch.Tensor | None = None, *, is_buffer: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if is_buffer:
+            self.register_buffer("graph", graph)
+        else:
+            self.graph = graph
+
+    def forward(self, x: torch.Tensor, graph: torch.Tensor | None = None) -> torch.Tensor:
+        edges = self.graph if graph is None else graph
+        assert isinstance(edges, torch.Tensor)
+        loss: torch.Tensor = torch.sparse.mm(edges, self.linear(x)).square().mean()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_tensors_are_refused_by_name() -> None:
+    x, graph = torch.randn(2, WIDTH), torch.eye(2).to_sparse()
+    of_rows = "has the layout torch.sparse_csr: make it dense"
+    with pytest.raises(InputError, match=r"the input 'graph' has the layout torch.sparse_coo: "):
+        capture(Neighbours(), {"x": x, "graph": graph})
+    with pytest.raises(InputError, match=f"the input 'graph' {of_rows}"):
+        capture(Neighbours(), {"x": x, "graph": graph.to_sparse_csr()})
+    with pytest.raises(InputError, match=f"'graph' of Neighbours {of_rows}"):
+        capture(Neighbours(graph.to_sparse_csr(), is_buffer=True), {"x": x})
+    with pytest.raises(InputError, match=r"'graph' of Neighbours has the layout torch.sparse_coo"):
+        capture(Neighbours(graph), {"x": x})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(layout: torch.layout) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2, WIDTH), torch.ones(3, WIDTH)], layout=layout)
+    with pytest.raises(InputError, match="the input '0' is a nested tensor: pad it"):
+        capture(nn.Linear(WIDTH, WIDTH), (rows,), loss=lambda y: y.values().sum())
+
+
+def test_arrays_are_refused_by_name() -> None:
+    numpy = pytest.importorskip("numpy")
+    for array in (numpy.ones(2), numpy.float32(1)):
+        with pytest.raises(InputError, match=r"the input '0' is a numpy\.(ndarray|float32): give"):
+            capture(nn.Linear(WIDTH, WIDTH), (array,))
+
+
 def test_a_lazy_module_is_captured_after_its_first_forward() -> None:
     model = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())
     x = rows(WIDTH)
