@@ -167,7 +167,7 @@ def compile_command(
 @click.command("verify", epilog=MODEL_FORMS, short_help="Prove that it trains the model.")
 @options.planning
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True,
+    "--seed", type=options.SEED, default=0, show_default=True,
     help="Of the random batch, and of weights where the model has none.",
 )  # fmt: skip
 @click.option(

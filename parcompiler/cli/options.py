@@ -19,6 +19,8 @@ Decorator = Callable[[Command], Command]
 PATH = words.Typed("PATH", path_of, files=True)
 COUNT = click.IntRange(min=1)
 NUMBER = click.IntRange(min=0)
+SEED = click.IntRange(min=0, max=2**63 - 1)  # of torch.manual_seed
+AMOUNT = click.FloatRange(min=0)
 
 
 def _set(context: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -33,6 +33,14 @@ BATCH = 64  # pieces that are encoded at once
 Piece = tuple[str, bool]  # of a text, and whether it is the last
 
 
+def check_paths(*paths: Path) -> None:
+    """Refuse paths of texts and tokenizers that are not there. Raises InputError."""
+    for path in paths:
+        if not path.exists():
+            message = f"cannot read {path} (there is no such file or folder)"
+            raise InputError(message)
+
+
 def tokens_of(
     data: Sequence[Path], tokenizer: Path | None, model: str, save: Path, program: RankProgram,
     resume: str, quiet: bool,
@@ -146,7 +154,13 @@ def _encoded(
             raise InputError(message) from error
         in_bytes = (torch.tensor([*text.encode()]) for text, _ in _texts(data))
         return in_bytes, 256
-    made = _trained(data, size) if tokenizer is None else Tokenizer.from_file(str(tokenizer))
+    try:
+        made = _trained(data, size) if tokenizer is None else Tokenizer.from_file(str(tokenizer))
+    except Exception as error:
+        if tokenizer is None:
+            raise
+        message = f"{tokenizer} is no tokenizer.json ({error})"
+        raise InputError(message) from error
     made.save(str(save / TOKENIZER))
     return _by(made, _texts(data)), max(made.get_vocab().values()) + 1
 

@@ -50,11 +50,14 @@ INTERRUPTED = 130
     help="The run's folder: tokens, scripts, checkpoints, metrics, weights.",
 )  # fmt: skip
 @click.option("--steps", type=options.COUNT, default=200, show_default=True, help="Steps in all.")
-@click.option("--lr", type=float, default=6e-4, show_default=True, help="Learning rate of AdamW.")
+@click.option("--lr", type=options.AMOUNT, default=6e-4, show_default=True,
+              help="Learning rate of AdamW.")  # fmt: skip
 @click.option("--warmup", type=options.NUMBER, default=20, show_default=True,
               help="Steps up to that rate, which falls to a tenth as a cosine.")  # fmt: skip
-@click.option("--weight-decay", type=float, default=0.1, show_default=True, help="Of matrices.")
-@click.option("--max-norm", type=float, default=1.0, show_default=True, help="Of the gradients.")
+@click.option("--weight-decay", type=options.AMOUNT, default=0.1, show_default=True,
+              help="Of matrices.")  # fmt: skip
+@click.option("--max-norm", type=click.FloatRange(min=0, min_open=True), default=1.0,
+              show_default=True, help="Of the gradients.")  # fmt: skip
 @click.option("--hold-out", type=click.FloatRange(0, 1, max_open=True), default=0.05,
               show_default=True, help="Share of the rows for evaluations.")  # fmt: skip
 @click.option("--evaluate-every", type=options.COUNT, default=50, show_default=True, metavar="N",
@@ -73,7 +76,7 @@ INTERRUPTED = 130
     "--pretrained", type=options.PATH, metavar="FOLDER",
     help="Published weights to begin from. Default: those that MODEL makes.",
 )  # fmt: skip
-@click.option("--seed", type=options.NUMBER, default=0, show_default=True,
+@click.option("--seed", type=options.SEED, default=0, show_default=True,
               help="Of the model's first weights, the order of the data, and dropout.")  # fmt: skip
 @options.remarks
 @click.pass_obj
@@ -105,14 +108,17 @@ def train_command(
     ready = save / f".ready-{'-'.join(names)}"
     ranks = 0
     if rank == 0:
+        import torch
+
+        from parcompiler.cli.text import check_paths, tokens_of
+        from parcompiler.runtime.training import profiled
+
+        # Refuse paths and steps that there are not, before anything is compiled.
+        check_paths(*data, *([] if tokenizer is None else [tokenizer]))
+        profiled(profile, steps)
         ready.unlink(missing_ok=True)
         with output.writing(save):
             save.mkdir(parents=True, exist_ok=True)
-        import torch
-
-        from parcompiler.runtime.training import profiled
-
-        profiled(profile, steps)  # refuses steps that there are not, before anything is compiled
         torch.manual_seed(seed)
         made = compiled(settings, real=pretrained is None, **request)
         report, ranks = made.report(meshes=False), made.problem.mesh.size
@@ -124,8 +130,6 @@ def train_command(
         if profile is not None:
             (save / "profile").mkdir(exist_ok=True)
             report.to_trace(save / "profile" / "predicted.json")
-        from parcompiler.cli.text import tokens_of
-
         with output.result_only():
             rank_program = made.rank_program(0)
             tokens = tokens_of(data, tokenizer, model, save, rank_program, resume, settings.quiet)

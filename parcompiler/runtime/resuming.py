@@ -127,6 +127,15 @@ def natural(text: str) -> int:
     return _number(text, 0)
 
 
+def amount(text: str) -> float:
+    """A number of the command line that is not negative, and may be a fraction."""
+    number = float(text)
+    if not number >= 0:  # nan is none
+        message = "must be at least 0"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
 def _number(text: str, least: int) -> int:
     """An integer of the command line, `least` or more."""
     number = int(text)

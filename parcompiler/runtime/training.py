@@ -20,7 +20,7 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime.files import request_of
 from parcompiler.runtime.metrics import Metrics
-from parcompiler.runtime.resuming import Run, positive
+from parcompiler.runtime.resuming import Run, amount, natural, positive
 from parcompiler.runtime.samples import Samples
 from parcompiler.runtime.tokens import LABELS, TokenRows
 from parcompiler.runtime.worker import Worker
@@ -31,14 +31,14 @@ LEAST = 0.1  # of the learning rate, where a decay ends
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a command line."""
     group = parser.add_argument_group("training")
-    group.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (0.001)")
-    group.add_argument("--warmup", type=int, default=0, help="steps up to that rate (0)")
+    group.add_argument("--lr", type=amount, default=1e-3, help="learning rate of AdamW (0.001)")
+    group.add_argument("--warmup", type=natural, default=0, help="steps up to that rate (0)")
     group.add_argument(
         "--decay", choices=("none", "cosine", "linear"), default="none",
         help="how the rate falls to a tenth at the last step (none)",
     )  # fmt: skip
     group.add_argument(
-        "--weight-decay", type=float,
+        "--weight-decay", type=amount,
         help="of parameters with two dimensions or more alone; otherwise AdamW's own, of all",
     )  # fmt: skip
     group.add_argument("--max-norm", type=float, help="clip the gradients to this norm")

@@ -85,6 +85,14 @@ def test_a_run_that_goes_on_keeps_its_tokenizer(
     assert made("zebra zeppelin zigzag", "no")[0] != same, "tokens of a kept tokenizer are not kept"
 
 
+def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    file, words = tmp_path / "tokenizer.json", tmp_path / "words.txt"
+    file.write_text("{", encoding="utf-8")
+    words.write_text("some words", encoding="utf-8")
+    with pytest.raises(pc.InputError, match=r"tokenizer\.json is no tokenizer\.json \(EOF"):
+        text.tokens_of([words], file, "model.py:make", tmp_path, program(300), "no", quiet=True)
+
+
 def test_tokens_come_piece_by_piece_and_must_be_below(tmp_path: Path) -> None:
     file = tmp_path / "tokens.bin"
     assert pc.write_tokens(file, iter([torch.arange(5), torch.arange(200)]), below=200) == 205

@@ -14,6 +14,7 @@ from parcompiler.plan import Shape, StageChoice
 MODEL = "tests.cli.models:make"
 FILE = str(Path(__file__).with_name("models.py"))
 MESH = ("--mesh", "pipeline=2")
+RUN = ("--data", "README.md", "--save", "build/no run")
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -95,6 +96,14 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("compile", MODEL, *MESH), "Missing option '--export'"),
         (("compile", MODEL, *MESH, "--export", FILE), "models.py: it is a file"),
         (("compile", MODEL, *MESH, "--export", "tests"), "tests: it holds other things than an"),
+        (("train", MODEL, *MESH, *RUN, "--lr", "-1"), "-1.0 is not in the range x>=0"),
+        (("train", MODEL, *MESH, *RUN, "--weight-decay", "-1"), "-1.0 is not in the range x>=0"),
+        (("train", MODEL, *MESH, *RUN, "--max-norm", "0"), "0.0 is not in the range x>0"),
+        (("train", MODEL, *MESH, *RUN, "--seed", "9" * 20), "is not in the range 0<=x<=92233720"),
+        (
+            ("train", MODEL, *MESH, *RUN, "--tokenizer", "no.json"),
+            "cannot read no.json (there is no such file",
+        ),
         (("report", "no"), "no is no exported program: it has no plan.json"),
         (("report", "tests"), "tests is no exported program: it has no plan.json"),
         (("diff", "no.json", "no.json"), "cannot read no.json (No such file or directory)"),

@@ -127,14 +127,27 @@ def test_a_folder_that_cannot_be_written_into_is_refused_before_the_first_step(
 
 @pytest.mark.parametrize(
     ("option", "least"),
-    [("--evaluate-every", 1), ("--evaluate-steps", 1), ("--log-every", 1), ("--steps", 0)],
-)
+    [
+        ("--evaluate-every", 1), ("--evaluate-steps", 1), ("--log-every", 1), ("--steps", 0),
+        ("--warmup", 0),
+    ],
+)  # fmt: skip
 def test_a_number_of_steps_is_positive(
     program: pc.Program, option: str, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         run(program.worker, [option, str(least - 1)])
     assert f"{option}: must be at least {least}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--lr", "--weight-decay"])
+@pytest.mark.parametrize("value", ["-0.1", "nan"])
+def test_a_rate_is_not_negative(
+    program: pc.Program, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(program.worker, [f"{option}={value}"])
+    assert f"{option}: must be at least 0" in capsys.readouterr().err
 
 
 def test_the_first_rank_alone_prints_the_help(
