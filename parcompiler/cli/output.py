@@ -6,6 +6,7 @@ Files are known to be writable before anything starts.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -118,6 +119,28 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         message = f"cannot write {path} ({error.strerror})"
         raise InputError(message) from error
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a folder that one run at a time writes into. Raises InputError while another does.
+
+    The system lets go of it when the process ends, however it does. Where a file system has no
+    locks, or other machines do not see them, two runs are not told apart.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        message = f"another run writes into {folder}: let it end, or name another --save"
+        raise InputError(message) from error
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 @contextmanager

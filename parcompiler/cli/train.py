@@ -119,6 +119,7 @@ def train_command(
         ready.unlink(missing_ok=True)
         with output.writing(save):
             save.mkdir(parents=True, exist_ok=True)
+        click.get_current_context().with_resource(output.alone(save))
         torch.manual_seed(seed)
         made = compiled(settings, real=pretrained is None, **request)
         report, ranks = made.report(meshes=False), made.problem.mesh.size

@@ -9,6 +9,7 @@ import pytest
 
 import parcompiler as pc
 from parcompiler.cli import run
+from parcompiler.cli.output import alone
 from parcompiler.plan import Shape, StageChoice
 
 MODEL = "tests.cli.models:make"
@@ -186,6 +187,23 @@ def test_without_permission_no_model_is_made(
         assert code == 2
         assert "no permission" in err
         assert "printed by the factory" not in err
+
+
+def test_a_folder_that_another_run_writes_into_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(*_arguments: object, **_options: object) -> None:
+        message = "nothing is compiled here"
+        raise pc.InputError(message)
+
+    monkeypatch.setattr("parcompiler.cli.train.compiled", compiled)
+    line = ("train", MODEL, *MESH, "--data", FILE, "--save", str(tmp_path))
+    with alone(tmp_path):
+        code, err = said(capsys, *line)
+    assert code == 2
+    assert f"another run writes into {tmp_path}: let it end" in err
+    for _ in range(2):  # each lets go of it
+        assert "nothing is compiled here" in said(capsys, *line)[1]
 
 
 def test_a_full_disk_is_named(
