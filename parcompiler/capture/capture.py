@@ -52,7 +52,7 @@ from parcompiler.capture.patches import (
     suspended,
     unmoved,
 )
-from parcompiler.capture.read import check_strided, read
+from parcompiler.capture.read import check_plain, read
 from parcompiler.capture.renewal import renewed
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
@@ -161,7 +161,7 @@ def _on_device_of(
 def _check_shapes(model: nn.Module) -> None:
     """Refuse tensors without strides, and lazy modules before their first forward."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        check_strided(f"{name!r} of {type(model).__name__}", tensor)
+        check_plain(f"{name!r} of {type(model).__name__}", tensor)
         if is_lazy(tensor):
             message = (
                 f"{name!r} of {type(model).__name__} has no shape yet: call the model on a batch "
@@ -224,7 +224,7 @@ def _check_inputs(inputs: Batch) -> None:
     what a step of it takes is not told by it."""
     for key, leaf in flat(inputs):
         if isinstance(leaf, torch.Tensor):
-            check_strided(f"the input {key!r}", leaf)
+            check_plain(f"the input {key!r}", leaf)
             if leaf.dim() and not leaf.shape[0]:
                 shape = tuple(leaf.shape)
                 message = f"the input {key!r} has no rows (shape {shape}): give one or more"

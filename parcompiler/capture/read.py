@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from parcompiler.capture.bounds import high, high_of_example
 from parcompiler.capture.buffers import computed
@@ -120,7 +121,7 @@ class _Placeholders:
                 "are made outside of forward"
             )
             raise CaptureError(message)
-        check_strided(f"{name!r} of {type(self._model).__name__}", tensor)
+        check_plain(f"{name!r} of {type(self._model).__name__}", tensor)
         self.tensors[name] = tensor
         aliases = self._aliases.get(name, ())
         self.parameters[name] = Parameter(
@@ -136,8 +137,9 @@ class _Placeholders:
         )
 
 
-def check_strided(what: str, tensor: torch.Tensor) -> None:
-    """Refuse a sparse or nested tensor: rows of it cannot be taken, sent or saved."""
+def check_plain(what: str, tensor: torch.Tensor) -> None:
+    """Refuse a sparse or nested tensor, and one that other tensors make up: rows of it cannot be
+    taken, sent or saved."""
     if tensor.is_nested:
         message = f"{what} is a nested tensor: pad it, and give a mask beside it"
         raise InputError(message)
@@ -146,6 +148,12 @@ def check_strided(what: str, tensor: torch.Tensor) -> None:
             f"{what} has the layout {tensor.layout}: make it dense (.to_dense()), or keep tensors "
             "of its indices and values, and let the forward make it of these "
             "(torch.sparse_coo_tensor)"
+        )
+        raise InputError(message)
+    if is_traceable_wrapper_subclass(tensor):
+        message = (
+            f"{what} is a {type(tensor).__name__}, which other tensors make up: compile the model "
+            "before it is sharded (fully_shard, parallelize_module) or quantized"
         )
         raise InputError(message)
 

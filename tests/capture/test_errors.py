@@ -152,6 +152,16 @@ def test_nested_tensors_are_refused_by_name(layout: torch.layout) -> None:
         capture(nn.Linear(WIDTH, WIDTH), (rows,), loss=lambda y: y.values().sum())
 
 
+def test_tensors_of_tensors_are_refused_by_name() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(WIDTH, WIDTH)
+    pieces = TwoTensor(model.weight.detach(), model.weight.detach())
+    model.weight = nn.Parameter(pieces)  # as fully_shard has DTensors
+    with pytest.raises(InputError, match="'weight' of Linear is a TwoTensor, which other tensors"):
+        capture(model, (rows(WIDTH),), loss=torch.sum)
+
+
 def test_arrays_are_refused_by_name() -> None:
     numpy = pytest.importorskip("numpy")
     for array in (numpy.ones(2), numpy.float32(1)):
