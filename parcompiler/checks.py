@@ -5,8 +5,9 @@ A plan must be made for this model and mesh, whole, and possible.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx, nn
 
@@ -49,12 +50,31 @@ def check_types(mesh: object, loss: object, plan: object, passes: object) -> Non
             f"the model returns the loss ({shown(loss)} given)"
         )
         raise InputError(message)
+    if loss is not None:
+        _check_loss(loss)
     if isinstance(mesh, Cluster) and plan is not None:
         message = "a plan has its mesh: give that, not a Cluster, with plan="
         raise InputError(message)
     if plan is not None and not isinstance(plan, Plan):
         message = f"plan must be a Plan: read JSON by Plan.from_json ({type(plan).__name__} given)"
         raise InputError(message)
+
+
+def _check_loss(loss: Callable[..., object]) -> None:
+    """Refuse a loss that is called with more than the outputs, as those of torch are."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:  # a function in C says nothing
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        message = (
+            f"loss is called with the model's outputs alone, and {shown(loss)} takes more "
+            f"({error}): where it needs targets, let a module around the model take them as inputs "
+            "and return the loss"
+        )
+        raise InputError(message) from error
 
 
 def check_options(

@@ -108,6 +108,16 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
         ),
         ("loss", "mse", "loss must be a function of the model's outputs that returns a scalar"),
         ("loss", torch.nn.MSELoss, "loss must be a function of the model's outputs that returns"),
+        (
+            "loss",
+            torch.nn.MSELoss(),
+            "loss is called with the model's outputs alone, and MSELoss() takes more (missing a ",
+        ),
+        (
+            "loss",
+            lambda outputs, batch: outputs - batch,
+            "takes more (missing a required argument: 'batch'): where it needs targets",
+        ),
         ("mesh", 2, "compile needs a Mesh, such as Mesh(pipeline=2) (int given)"),
         ("plan", "{}", "plan must be a Plan: read JSON by Plan.from_json (str given)"),
         ("plan", {"model": "m"}, "plan must be a Plan: read JSON by Plan.from_json (dict given)"),
