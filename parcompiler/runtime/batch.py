@@ -21,15 +21,25 @@ def microbatches(
 ) -> list[dict[str, torch.Tensor]]:
     """The tensors of each micro-batch by the names that stages know.
 
-    `fewer` allows a batch of fewer micro-batches than a step has. Raises InputError when a key is
-    missing or unknown, or a dtype or shape is not the one that the model was compiled for.
+    `fewer` allows a batch of fewer micro-batches than a step has, which is evaluated. Raises
+    InputError when a key is missing or unknown, a dtype or shape is not the one that the model was
+    compiled for, or a tensor to train on wants a gradient.
     """
     leaves = dict(_leaves(batch))
     wanted = {spec.key for spec in program.inputs.values()}
     _check_form(program, batch)
     _check_keys(leaves, wanted, program.constants)
     count = _count(program, leaves) if fewer else program.microbatches
-    return _cut(program, {name: leaves[spec.key] for name, spec in program.inputs.items()}, count)
+    tensors = {name: leaves[spec.key] for name, spec in program.inputs.items()}
+    pieces = _cut(program, tensors, count)
+    for name, spec in program.inputs.items():
+        if not fewer and pieces[0][name].requires_grad:
+            message = (
+                f"batch[{spec.key!r}] requires a gradient, and a step gives none to its inputs: "
+                "detach it (.detach()), or compile what it was computed with as a part of the model"
+            )
+            raise InputError(message)
+    return pieces
 
 
 def check_modes(device: torch.device, *, training: bool) -> None:
@@ -122,7 +132,8 @@ def _cut(
         tensor = batch[name]
         _check_tensor(spec, tensor, program, count)
         assert isinstance(tensor, torch.Tensor)
-        tensor = tensor.to(spec.dtype)
+        # Of a tensor that was made in inference mode autograd keeps nothing for a backward.
+        tensor = tensor.to(spec.dtype, copy=tensor.is_inference())
         rows = spec.shape[0] if spec.shape else 0
         for i, piece in enumerate(pieces):
             piece[name] = tensor.narrow(0, i * rows, rows) if spec.shape else tensor

@@ -270,6 +270,25 @@ def test_a_named_tuple_has_arguments_by_position() -> None:
         assert worker.step(pair).item() == pytest.approx(model(*micro).item())
 
 
+def test_a_tensor_that_wants_a_gradient_is_evaluated_and_not_trained_on() -> None:
+    x = Input("x", (2, 4), torch.float32)
+    features = torch.nn.Linear(4, 4)(torch.ones(2 * COUNT, 4))
+    refused({"x": features}, "batch['x'] requires a gradient, and a step gives none to its i", x)
+    assert len(microbatches(program(x), {"x": features}, fewer=True)) == COUNT
+    assert len(microbatches(program(x), {"x": features.detach()})) == COUNT
+
+
+def test_a_tensor_of_inference_mode_is_trained_on() -> None:
+    model = torch.nn.Linear(2, 2)
+    compiled = pc.compile(
+        model, pc.Mesh(), torch.ones(2, 2), loss=torch.sum, microbatches=2, progress=False
+    )
+    with torch.inference_mode():
+        x = torch.ones(4, 2) + 1
+    with compiled.worker() as worker:
+        assert worker.step(x).item() == pytest.approx(model(x.clone()).sum().item() / 2)
+
+
 def test_equal_batches_have_one_digest_and_others_another() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     same = [[{"x": whole}], [{"x": whole.t().contiguous().t()}], [{"x": whole.clone()}]]
