@@ -2,6 +2,7 @@
 
 import re
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,6 +277,21 @@ def test_a_tensor_that_wants_a_gradient_is_evaluated_and_not_trained_on() -> Non
     refused({"x": features}, "batch['x'] requires a gradient, and a step gives none to its i", x)
     assert len(microbatches(program(x), {"x": features}, fewer=True)) == COUNT
     assert len(microbatches(program(x), {"x": features.detach()})) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (torch.Tensor.to_sparse, "torch.sparse_coo"),
+        (lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged), "nested"),
+        (lambda x: x.to("meta"), "meta"),
+    ],
+)
+def test_a_tensor_without_values_in_rows_is_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], given: str
+) -> None:
+    message = f"batch['ids'] must be a dense tensor with values ({given} given)"
+    refused({"ids": change(ids())}, message, IDS)
 
 
 def test_a_tensor_of_inference_mode_is_trained_on() -> None:
