@@ -220,9 +220,14 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _check_inputs(inputs: Batch) -> None:
-    """Refuse arrays that are no tensors, tensors without strides, and a micro-batch without rows:
-    what a step of it takes is not told by it."""
+    """Refuse arrays that are no tensors, tensors without strides, a micro-batch without rows (what
+    a step of it takes is not told by it), and two inputs with one key."""
+    seen: set[str] = set()
     for key, leaf in flat(inputs):
+        if key in seen:
+            message = f"two inputs are {key!r} (keys are joined by points): rename one of them"
+            raise InputError(message)
+        seen.add(key)
         if isinstance(leaf, torch.Tensor):
             check_plain(f"the input {key!r}", leaf)
             if leaf.dim() and not leaf.shape[0]:

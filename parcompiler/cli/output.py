@@ -6,7 +6,6 @@ Files are known to be writable before anything starts.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -104,7 +103,9 @@ def check_folder(path: Path) -> None:
         fault = "it is a file"
     elif path.is_dir() and any(path.iterdir()) and not (path / "SHA256SUMS").is_file():
         fault = "it holds other things than an export"
-    elif not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    elif not nearest.is_dir():
+        fault = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
         fault = f"no permission to write in {nearest}"
     if fault:
         message = f"cannot export to {path}: {fault}"
@@ -125,9 +126,14 @@ def writing(path: Path) -> Iterator[None]:
 def alone(folder: Path) -> Iterator[None]:
     """Hold a folder that one run at a time writes into. Raises InputError while another does.
 
-    The system lets go of it when the process ends, however it does. Where a file system has no
-    locks, or other machines do not see them, two runs are not told apart.
+    The system lets go of it when the process ends, however it does. Where a system has no locks, or
+    other machines do not see them, two runs are not told apart.
     """
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        yield
+        return
     held = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

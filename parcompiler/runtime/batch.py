@@ -212,12 +212,13 @@ def _check_keys(
         )
         raise InputError(message)
     for key in constants.keys() & leaves.keys():
-        value = leaves[key]
+        value, known = leaves[key], constants[key]
         is_plain = isinstance(value, PLAIN)
-        if not is_plain or value != constants[key]:
+        is_nan = is_plain and value != value and known != known
+        if not is_plain or (value != known and not is_nan):
             message = (
                 f"batch[{key!r}] is {value if is_plain else type(value).__name__}, and the model "
-                f"was compiled with {constants[key]}: what is no tensor is the same in all steps "
+                f"was compiled with {known}: what is no tensor is the same in all steps "
                 "(compile it with a tensor there, or anew with this value)"
             )
             raise InputError(message)

@@ -169,6 +169,16 @@ def test_arrays_are_refused_by_name() -> None:
             capture(nn.Linear(WIDTH, WIDTH), (array,))
 
 
+def test_two_inputs_of_one_key_are_refused() -> None:
+    class Sum(nn.Module):
+        def forward(self, d: dict[str, Any]) -> Any:
+            return (d["a.b"] + d["a"]["b"]).sum()
+
+    inputs = {"d": {"a.b": rows(WIDTH), "a": {"b": rows(WIDTH)}}}
+    with pytest.raises(InputError, match=r"two inputs are 'd\.a\.b' \(keys are joined by points\)"):
+        capture(Sum(), inputs)
+
+
 def test_a_lazy_module_is_captured_after_its_first_forward() -> None:
     model = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())
     x = rows(WIDTH)

@@ -96,6 +96,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ),
         (("compile", MODEL, *MESH), "Missing option '--export'"),
         (("compile", MODEL, *MESH, "--export", FILE), "models.py: it is a file"),
+        (("compile", MODEL, *MESH, "--export", f"{FILE}/out"), "models.py is a file"),
         (("compile", MODEL, *MESH, "--export", "tests"), "tests: it holds other things than an"),
         (("train", MODEL, *MESH, *RUN, "--lr", "-1"), "-1.0 is not in the range x>=0"),
         (("train", MODEL, *MESH, *RUN, "--weight-decay", "-1"), "-1.0 is not in the range x>=0"),

@@ -1,5 +1,6 @@
 """Batches: cut into micro-batches, and refused when the model was compiled for others."""
 
+import math
 import re
 from collections import UserDict
 from collections.abc import Callable
@@ -69,8 +70,9 @@ def test_a_tensor_that_the_model_was_compiled_without_is_named() -> None:
 
 
 def test_constants_may_stand_in_the_batch_or_not() -> None:
-    spec = replace(program(IDS), constants={"use_cache": False, "mask": None})
-    for batch in ({"ids": ids()}, {"ids": ids(), "use_cache": False, "mask": None}):
+    constants = {"use_cache": False, "mask": None, "fill": math.nan}
+    spec = replace(program(IDS), constants=constants)
+    for batch in ({"ids": ids()}, {"ids": ids()} | constants | {"fill": float("nan")}):
         assert list(microbatches(spec, batch)[0]) == ["ids"]
 
 
