@@ -44,8 +44,10 @@ def argument_names(
     names: dict[fx.Node, str] = {}
     taken: set[str] = set(EMITTED)
     for nodes in zip(*instances, strict=True):
-        wished = Counter(map(wish, nodes)).most_common(1)[0][0]
-        names[nodes[0]] = unique(wished, taken)
+        wished = Counter[str]()
+        for node, count in Counter(nodes).items():  # all layers may read one value
+            wished[wish(node)] += count
+        names[nodes[0]] = unique(wished.most_common(1)[0][0], taken)
     return names
 
 

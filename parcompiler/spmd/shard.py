@@ -222,7 +222,9 @@ class _Sharding(RepeatedRewriting):
         self._record(node, made, strategy.outputs)
         for changed in updated:
             self._forget(changed, node)
-        if node in self.outside and node.name in self.carrying:
+        # Of others it must be a rank's own work, which every stage can do for itself.
+        own = node.name in self.carrying or all(x.is_whole for x in strategy.outputs)
+        if node in self.outside and own:
             self._convert_early(node)
 
     def _first(self, numbers: fx.Node, placement: Placement, user: fx.Node) -> fx.Node:

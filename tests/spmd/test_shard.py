@@ -128,6 +128,13 @@ def test_what_layers_read_from_outside_is_converted_there() -> None:
     assert [block.template for block in blocks[1:-1]] == ["Layer"] * 4
 
 
+def test_tables_that_all_layers_read_in_pieces_are_taken_once() -> None:
+    model, inputs = zoo.build("llama")
+    program = pc.compile(model, pc.Mesh(context=2), inputs, progress=False)
+    taken = [node.name for node in conversions(program.problem.graph) if "take" in node.name]
+    assert taken == ["slice_1_take", "slice_2_take", "tokens_take"]  # cosines, sines
+
+
 def test_what_readers_need_otherwise_is_converted_where_each_needs_it() -> None:
     blocks = summed(("add", "add_1"))
     assert [node.name for node in blocks[0].outputs] == ["add"]
