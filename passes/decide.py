@@ -239,21 +239,22 @@ def _completing(
             trials.append(dataclasses.replace(selective, offload=True))
         best = refusal = None
         for trial in trials:
-            seconds, is_plain = math.inf if best is None else step_of(problem, best), trial is plan
-            worth = seconds / (1 - GAIN) if is_plain else (1 - GAIN) * seconds
-            if best is None:
-                if refusal and below < math.inf and bound(trial, below) >= below:
-                    continue
-            elif not (is_plain or best.recompute):
-                if trial.offload or not _is_tight(problem, best, seconds):
-                    continue
+            is_plain = trial is plan
             try:
+                seconds = math.inf if best is None else step_of(problem, best)
+                worth = seconds / (1 - GAIN) if is_plain else (1 - GAIN) * seconds
+                if best is None:
+                    if refusal and below < math.inf and bound(trial, below) >= below:
+                        continue
+                elif not (is_plain or best.recompute):
+                    if trial.offload or not _is_tight(problem, best, seconds):
+                        continue
                 found = decided(trial, min(below, worth))
-                if step_of(problem, found) <= worth:
+                if best is None or step_of(problem, found) <= worth:
                     best = found
             except InfeasibleError as error:
                 refusal = error if is_plain else refusal
-            except PlanError:
+            except PlanError:  # an order that never ends: the verifier says why
                 if is_plain:
                     raise
         if best is None:
