@@ -1,4 +1,4 @@
-"""What a pass is: one decision, added to a plan."""
+"""The base class of passes. A pass adds one decision to a plan."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import ClassVar
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 
-MARGIN = 0.02  # of a step: the plainest plan is taken of those that take so much longer at most
-GAIN = 0.01  # of a step: a schedule, method or level of ZeRO that saves less is not weighed
+MARGIN = 0.02  # share of a step: of all plans at most this much slower the plainest is taken
+GAIN = 0.01  # share of a step: a schedule, method or level of ZeRO that saves less is not weighed
 
-# What no step of a plan that is begun is below, as far as that is below so many seconds.
+# (partial plan, enough) -> lower bound, in seconds, on the step of every plan that completes it.
+# The bound is refined only until it reaches `enough`.
 Bounding = Callable[[Plan, float], float]
 
 
 def unbounded(plan: Plan, enough: float) -> float:
-    """The bound where nothing is known."""
+    """The trivial lower bound."""
     return 0.0
 
 
@@ -26,7 +27,7 @@ def unbounded(plan: Plan, enough: float) -> float:
 class Pass(ABC):
     """A decision. Its fields are its options; it reads a problem and returns a larger plan.
 
-    What a plan has decided already stays: a pass before may have decided it together with its own.
+    A decision that the plan already has stays: an earlier pass may have made it with its own.
     """
 
     name: ClassVar[str]

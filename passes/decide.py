@@ -1,4 +1,4 @@
-"""A plan from a problem: every pass decides its part; of nearly equal plans the plainest is taken.
+"""Make a plan of a problem: each pass decides its part; of nearly equal plans, take the plainest.
 
     start     the plan before any decision
     fastest   all passes, over the levels of ZeRO, vocabulary methods and schedules in question
@@ -70,9 +70,10 @@ def fastest(
     observer: Observer = lambda name: nullcontext(),
     below: float = math.inf,
 ) -> Plan:
-    """The plan with about the shortest step, with the level of ZeRO weighed over all passes.
+    """The plan with about the shortest step; levels of ZeRO are compared by running all passes.
 
-    A step of `below` seconds is known. Raises InfeasibleError when nothing fits or is shorter.
+    Only steps below `below` seconds are wanted. Raises InfeasibleError when nothing fits or is
+    shorter.
     """
     bound = _bounding(problem, passes)
     complete = _completing(problem, passes, bound, observer)
@@ -180,7 +181,7 @@ class Plainer:
 
 
 def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
-    """Open combinations that may be plainer than a plan, the plainest first."""
+    """Combinations, open in the options, that may be plainer than the plan; plainest first."""
     auto = problem.options.schedule == "auto"
     methods = [choice.method for choice in choices_for(problem)]
     if problem.options.vocabulary != "auto":
@@ -200,7 +201,7 @@ def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
     bare = dataclasses.replace(start(problem), vocabulary=plan.vocabulary, zero=plan.zero)
     divided = {(x.schedule, x.virtual_stages) for x in plan.weighed or () if x.seconds is not None}
     return any(
-        StagePass().run(rank_problem, item).recompute  # found before
+        StagePass().run(rank_problem, item).recompute  # cached
         if (item.schedule, item.virtual_stages) in divided
         else is_forced(rank_problem, item)
         for item in (candidates_for(rank_problem, bare) if plan.weighed else ())
@@ -209,7 +210,7 @@ def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
 
 
 def _bounding(problem: Problem, passes: Sequence[Pass]) -> Bounding:
-    """What no step of a plan that is begun is below, as far as it is below so many seconds."""
+    """The lower bound on the step of a partial plan; 0 where none is known."""
 
     def bound(plan: Plan, enough: float) -> float:
         known = tuple(passes) == DEFAULT and problem.bench is None and is_known(problem)
@@ -221,11 +222,11 @@ def _bounding(problem: Problem, passes: Sequence[Pass]) -> Bounding:
 def _completing(
     problem: Problem, passes: Sequence[Pass], bound: Bounding, observer: Observer
 ) -> Callable[[Plan, float], Plan]:
-    """A function that completes a plan by all passes in turn. It may raise InfeasibleError where
-    no step is shorter than `below` seconds.
+    """A function that completes a partial plan by running all passes. It may raise InfeasibleError
+    where no step is shorter than `below` seconds.
 
-    Where memory is short, selective recomputation of all blocks is weighed; where blocks are
-    recomputed nevertheless, to offload them instead.
+    Where memory is short, it also tries selective recomputation of all blocks; if blocks are still
+    recomputed, it tries to offload them instead.
     """
 
     def complete(plan: Plan, below: float) -> Plan:
@@ -234,7 +235,7 @@ def _completing(
         selective = dataclasses.replace(plan, selective=True)
         trials = [plan, selective]
         if plan.zero is not None and problem.options.zero == "auto":
-            trials.reverse()  # with less memory the plan did not fit: plain ones run blocks again
+            trials.reverse()  # memory is short at this level: plain plans would recompute blocks
         if problem.may_offload:
             trials.append(dataclasses.replace(selective, offload=True))
         best = refusal = None

@@ -143,7 +143,7 @@ def _costs(
     is_kept = not lowered and not outline(plan).asynchronous
 
     def once(key: tuple[Hashable, ...], find: Callable[[], Found]) -> Found:
-        """Stages that other divisions have too are counted once."""
+        """Cached where possible: other divisions may have the same stage."""
         return problem.once((*alike, *key), find) if is_kept else find()
 
     each = [once((order,), partial(exchanged, problem, timed, order)) for order in orders]
@@ -178,7 +178,7 @@ def _costs(
 
 
 def host_bytes(problem: Problem, plan: Plan) -> list[int]:
-    """Bytes that each rank keeps in the memory of its node at most."""
+    """The most bytes of offloaded activations that each rank keeps in the memory of its host."""
     pairs = [*zip(plan.stages or (), costs(problem, plan), strict=True)]
     own = [
         [cost.host for choice, cost in pairs if choice.rank == r] for r in range(plan.mesh.pipeline)
@@ -241,7 +241,7 @@ def _cost(
     own = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
     made = {name: problem.kept_bytes(problem.graph.by_name[name])[1] for name in own}
     step = _sum(problem, tensors)
-    each = step if schedule.asynchronous else 0.0  # behind every backward
+    each = step if schedule.asynchronous else 0.0  # after every backward
     differentiable = problem.graph.differentiable
     bytes_of = Footprint(priced, blocks, differentiable, weights, beside, exchange)
     leaving, returning = bytes_of.waits
@@ -290,8 +290,8 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
 
 
 def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter]]:
-    """The parameters that data ranks share of which each block completes the gradients: it reads
-    them first."""
+    """By block, the parameters with data replicas whose gradients it completes: those that no
+    earlier block reads."""
     found, seen = [], set[str]()
     for block in blocks:
         names = [name for name in dict.fromkeys(x.name for x in block.tensors) if name not in seen]
@@ -304,8 +304,8 @@ def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter
 def _buckets(
     problem: Problem, trained: Sequence[Sequence[Parameter]], units: Sequence[int]
 ) -> list[Summed]:
-    """The buckets of gradients as `lower.buckets` has them, in the order of the backward: none has
-    gradients of several units."""
+    """The buckets of gradients, as in `lower.buckets`, in the order of the backward. A bucket has
+    gradients of one unit only."""
     home = {item.name: k for k, own in enumerate(trained) for item in own}
     backward = [(units[k], item) for k, own in enumerate(trained) for item in own][::-1]
     found = [

@@ -1,10 +1,10 @@
 """The step of a schedule with perfectly even stages: a cheap estimate before any division.
 
-Even stages are the best case of every named schedule: uneven ones can only take longer, as that of
-the fullest rank does, if no block is cut. Recomputation that memory forces is added as if blocks
-could be cut anywhere (`divide.relaxed`). A schedule whose even step is longer than a step already
-found need not be divided. All this is for the coarsest blocks, usually layers, as the stage pass
-uses parts of layers only where layers are uneven.
+Even stages are the best case of every named schedule: uneven ones can only take longer. What the
+fullest rank takes longer because no block is cut is added, and the recomputation that memory
+forces, the latter as if blocks could be cut anywhere (`divide.relaxed`). A schedule whose even step
+is longer than a known step need not be divided. Blocks are the coarsest, usually layers; parts of
+layers are used only where layers are uneven, as in the stage pass.
 """
 
 from __future__ import annotations
@@ -33,22 +33,27 @@ from parcompiler.schedules.planned import identity, outline, planned, trunk
 from parcompiler.timeline import Message, StageCost, VocabularyCost, step_time, timing
 from parcompiler.timeline.candidate import timing_of_many
 
-TINY = 1e-9  # sums of the same numbers in another order
+TINY = 1e-9  # relative rounding error of a sum in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
-MANY = 4  # micro-batches for each rank
-UNEVEN = 0.99  # of an even step with MANY: in 180 random cases uneven stages took 0.992 at least
-STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
-FULL = 2  # micro-batches for each rank, with which every rank holds as much as with more
-SOON_FULL = ("1f1b", "zb-h1", "v-min")  # schedules where one for each is enough
-SMALL, PERIOD = 12, 12  # ranks: steps of more grow evenly with these
-# share by which such a step may be too long
+MANY = 4  # micro-batches per rank from which on uneven stages hardly gain, see `is_shared`
+UNEVEN = 0.99  # their step as a share of the even one, at least (0.992 in 180 random cases)
+STEADY = 3  # micro-batches per rank, after which all ranks have begun and none has ended
+FULL = 2  # micro-batches per rank with which every rank holds as much as with more
+SOON_FULL = ("1f1b", "zb-h1", "v-min")  # schedules for which one per rank is enough
+SMALL, PERIOD = 12, 12  # from SMALL ranks on, a step is linear in their number, in steps of PERIOD
+# share by which a step extrapolated like this may be too long
 UNSURE: dict[str | None, float] = {"v-half": 0.005, "v-min": 0.005}
 
 
 class Packed(NamedTuple):
-    """Even stages of a plan with `few` micro-batches: their blocks, the aggregate speed of the
-    ranks in units of the fastest (the ranks, where all are alike), and seconds of one micro-batch
-    on a rank: on all alike, on the slowest if blocks could be cut anywhere, if none is cut."""
+    """Even stages of a plan.
+
+    `few` is the plan with few micro-batches, `priced` its blocks, `pace` the aggregate speed of the
+    ranks in units of the fastest (the number of ranks, where all are alike). Seconds of a
+    micro-batch on a rank: `even` if all ranks take equally long, `slowest` on the slowest if blocks
+    could be cut anywhere and memory is limited (infinite where they do not fit), `whole` on the
+    slowest, at least, if no block is cut.
+    """
 
     few: Plan
     priced: Priced
@@ -59,11 +64,11 @@ class Packed(NamedTuple):
 
     @property
     def is_coarse(self) -> bool:
-        """Whether whole blocks are too uneven, or too large: the stage pass tries parts then."""
+        """Whether whole blocks are so uneven or large that the stage pass tries parts of them."""
         return self.slowest == math.inf or self.whole > (1 + MARGIN) * self.even
 
     def busy(self, problem: Problem, plan: Plan) -> float:
-        """Seconds of a step of the slowest rank were it never idle."""
+        """Seconds of the slowest rank's step if it were never idle."""
         spread = vocabulary_cost(problem, self.few)
         each = max(self.slowest, self.whole) + (spread.compute if spread else 0.0)
         return plan.microbatches * each + least_update(problem)
@@ -72,10 +77,9 @@ class Packed(NamedTuple):
 def even_step(problem: Problem, plan: Plan) -> float:
     """Seconds of a step with even stages under the plan's schedule, infinite where they do not fit.
 
-    A lower bound from few micro-batches: each further one adds the slowest rank's time. Cached.
-    Work on a vocabulary that all ranks share is added to each rank's; it may run in what would be
-    idle time. It may be the step of parts of layers where whole layers are too uneven, or fit on no
-    ranks.
+    A lower bound from few micro-batches: each further one adds the slowest rank's time. Work on a
+    vocabulary that all ranks share counts only as work of each rank, as it may run in idle time.
+    Where whole layers are too uneven or do not fit, parts of layers count too. Cached.
     """
     key = _key("even", problem, plan)
     return problem.once(
@@ -84,15 +88,15 @@ def even_step(problem: Problem, plan: Plan) -> float:
 
 
 def is_shared(plan: Plan) -> bool:
-    """Whether all ranks share a head, whose passes are a part of the order, and micro-batches are
-    so many that stages which are uneven to make room for these hardly gain."""
+    """Whether all ranks share a head, whose passes are part of the order, and there are so many
+    micro-batches that uneven stages, which leave room for these passes, hardly gain."""
     shared = plan.vocabulary is not None and plan.vocabulary.spread and bool(plan.vocabulary.head)
     return shared and plan.microbatches >= MANY * plan.mesh.pipeline
 
 
 def shared_step(problem: Problem, plan: Plan) -> float:
-    """`even_step` with the passes of a head that all ranks share where they stand in the order,
-    which takes ten times as long to simulate. Cached."""
+    """`even_step` with the passes of a shared head at their places in the order, which takes ten
+    times as long to simulate. Cached."""
     if not is_shared(plan):
         return even_step(problem, plan)
 
@@ -105,7 +109,7 @@ def shared_step(problem: Problem, plan: Plan) -> float:
 
 def busy_bound(problem: Problem, plan: Plan) -> float:
     """Lower bound of `even_step`, in seconds, without simulation: the work of the fullest rank,
-    with what memory makes it compute again."""
+    with the recomputation that memory forces."""
     return min(packed.busy(problem, plan) for packed in _tried(problem, plan))
 
 
@@ -119,9 +123,9 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
     """Lower bound of `even_step` with unlimited memory, in seconds, without simulation.
 
     Each rank does its share of the work, and the last waits for the first micro-batch to arrive.
-    Where it is WAITING, the first also waits for its gradients to come back, under interleaved
-    schedules on the way through a part of the stages (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2).
+    Under a WAITING schedule the first also waits for its gradients to come back; an interleaved
+    one waits for the way through a part of the stages only (Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2).
     """
     level = problem.levels[0]
 
@@ -140,8 +144,8 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
 
 
 def _few(plan: Plan, rounds: int) -> Plan:
-    """The plan with at most so many micro-batches for each rank, in the order that its stages have
-    by themselves: beside the passes of a head on all ranks they hold more."""
+    """The plan with about `rounds` micro-batches per rank, or fewer, and without the passes of a
+    shared head, beside which stages hold more."""
     ranks, m, choice = plan.mesh.pipeline, plan.microbatches, plan.vocabulary
     choice = choice and dataclasses.replace(choice, head=None)
     few = min(m, rounds * ranks + m % ranks)
@@ -149,7 +153,7 @@ def _few(plan: Plan, rounds: int) -> Plan:
 
 
 def _tried(problem: Problem, plan: Plan) -> Iterator[Packed]:
-    """Even stages at ever finer granularities, while the stage pass would try these."""
+    """Even stages at ever finer granularities, as far as the stage pass would try them."""
     for level in problem.levels:
         packed = _packed(problem, plan, level)
         yield packed
@@ -163,13 +167,12 @@ def _key(what: str, problem: Problem, plan: Plan) -> tuple[object, ...]:
 
 
 def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
-    """What even stages at a granularity are, without their step. Zero-bubble schedules may do what
-    the fullest rank has more of, where no block is cut, in idle time. Cached."""
+    """The even stages at a granularity. Cached."""
 
     def find() -> Packed:
         few = _few(plan, STEADY)
         rounds = 1 if plan.schedule in SOON_FULL else FULL
-        fullest = plan if plan.schedule == "gpipe" else _few(plan, rounds)  # which keeps all
+        fullest = plan if plan.schedule == "gpipe" else _few(plan, rounds)  # gpipe holds all
         trial = as_asked(problem, fullest, level)
         priced = problem.recomputing(level, trial.recompute or ())
         task = division_task(problem, trial, level)
@@ -186,12 +189,16 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
 
 
 def _simulated(problem: Problem, plan: Plan, packed: Packed) -> float:
-    """Seconds of the even step at a granularity, infinite where stages do not fit."""
+    """Seconds of the even step at a granularity, infinite where stages do not fit.
+
+    Schedules that are not WAITING may use idle time for what the fullest rank has beyond an even
+    share because no block is cut.
+    """
     few, priced, pace, even, slowest, whole = packed
     if slowest == math.inf:
         return math.inf
     sums = tuple(map(sum, (priced.forward, priced.backward, priced.weight, priced.hidden)))
-    key = "even stages", identity(few), sums, pace  # methods with one order share it
+    key = "even stages", identity(few), sums, pace  # vocabulary methods with one order share it
     step = problem.once(key, lambda: _step(problem, few, priced, pace))
     waits = step + (plan.microbatches - few.microbatches) * even
     more = (max(slowest, whole) if plan.schedule in WAITING else slowest) - even
@@ -214,8 +221,8 @@ def _with_passes(problem: Problem, plan: Plan, packed: Packed) -> float:
 
 
 def _slowest_whole(task: DivisionTask, known: float) -> float:
-    """Seconds of the slowest rank at least where stages are runs of whole blocks, one or two on
-    each rank, as far as that is more than the seconds that are known."""
+    """Lower bound on the slowest rank's seconds where stages are runs of whole blocks, one or two
+    on each rank; of no use below the lower bound `known`."""
     if task.each == 1:
         return slowest_run(task) * task.unit
     units = math.ceil(known / task.unit) + len(task.loads)  # each is a rounded number of units
@@ -223,8 +230,8 @@ def _slowest_whole(task: DivisionTask, known: float) -> float:
 
 
 def _fullest(seconds: Sequence[float], ranks: int) -> float:
-    """Seconds of the slowest of equal ranks at least, if no block is cut: of the longest
-    `k * ranks + 1` blocks one rank has `k + 1`, and these take as long as the shortest of them.
+    """Lower bound on the seconds of the slowest of equal ranks if no block is cut: of the longest
+    `k * ranks + 1` blocks one rank has `k + 1`, at least as long as the `k + 1` shortest of them.
 
     >>> _fullest([1.0] * 8 + [0.5], 4)
     2.5
@@ -250,12 +257,12 @@ def _step(
     pace: float,
     spread: VocabularyCost | None = None,
 ) -> float:
-    """The step of even stages under the schedule, with the passes of a vocabulary on all ranks if
-    its cost is given; `pace` is the aggregate speed of the ranks in units of the fastest.
+    """Seconds of the step of even stages under the schedule, with the passes of a vocabulary on all
+    ranks if `spread` is given; `pace` is the aggregate speed of the ranks in units of the fastest.
 
-    With as many micro-batches for each rank it is linear in the number of ranks, from SMALL on and
-    in steps of PERIOD; with passes of a head it grows no slower. So two small pipelines tell that
-    of a deep one.
+    For a fixed number of micro-batches per rank the step is linear in the number of ranks, from
+    SMALL on and in steps of PERIOD; with the passes of a head it grows no slower. So that of a deep
+    pipeline is extrapolated from two small ones.
     """
     ranks, m, unsure = plan.mesh.pipeline, plan.microbatches, UNSURE.get(plan.schedule, 0.0)
     placement = outline(plan).placement
@@ -294,7 +301,7 @@ def _step(
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
     """Messages of the smallest value between neighbouring blocks, from each stage to the next.
 
-    None where blocks form no chain: stages may not depend on each other then.
+    Yields nothing where blocks form no chain: stages may be independent of each other then.
     """
     loads, flows = data(problem, problem.levels[0])
     largest = dict.fromkeys(range(len(loads) - 1), 0)

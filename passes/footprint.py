@@ -7,8 +7,8 @@
     in between          the operands that all linear layers keep for their weights
     BACKWARD_WEIGHT     the operands not multiplied yet + the gradient of one weight
 
-An offloaded block saves nothing in flight. What it has saved is there while the next one runs, in
-both directions: on its way to the host, or back from it beside the backward of the block behind.
+An offloaded block saves nothing in flight. What it has saved is also on the device while the next
+block runs: in the forward on its way to the host, in the backward on its way back.
 
 Resident tensors (parameters, their gradients, optimizer states) and messages are counted elsewhere.
 The exception is the first backward of a step: there gradients appear block by block while saved
@@ -38,8 +38,8 @@ from parcompiler.timeline import First
 
 
 class Summed(NamedTuple):
-    """A bucket of gradients that so many data ranks share, with the block that completes it; what
-    is `made` in 16 bits may be summed in float32, in more bytes."""
+    """A bucket of gradients that `ranks` data ranks sum, in `size` bytes; `block` completes it. The
+    gradients are `made` in fewer bytes where they have 16 bits and are summed in float32."""
 
     size: int
     block: int
@@ -48,19 +48,19 @@ class Summed(NamedTuple):
 
     @property
     def part(self) -> int:
-        """The bytes that each rank gets."""
+        """Bytes of the part that each rank gets."""
         return self.size // self.ranks
 
 
 class Exchanged(NamedTuple):
     """What the data ranks exchange for the blocks of a stage, in bytes.
 
-    Ranks share out what `level` says. `made` are gradients and `gathered` parameters of each block,
-    `units` the unit of each (one below ZeRO 3); where a rank `repeats` passes of one kind, the next
-    unit may be that at the other end. Gradients go together in `buckets`, in the order of
-    the backward, `gone` are the bytes made of the first none, one, two ... of them. `copied` is the
-    copy of the last, `later` what more is on its way than `in_flight` when the stage begins to go
-    back.
+    `level` is that of ZeRO. Of each block, `made` are its gradients, `gathered` its parameters, and
+    `units` its unit (one for all below ZeRO 3). Where a rank `repeats` passes of one kind, the unit
+    to prefetch may be that at the other end of the stage. Gradients go in `buckets`, in the order
+    of the backward; `gone[n]` are the bytes made in the first n of them. `copied` is the
+    staging copy of the last bucket, `later` what is under way beyond `in_flight` when the stage
+    begins its backward.
     """
 
     level: int = 0
@@ -78,7 +78,7 @@ class Exchanged(NamedTuple):
         return self._whole(k, 1)
 
     def _whole(self, k: int, step: int) -> int:
-        """Gathered parameters of the unit of block `k`, and of the one so many units on."""
+        """Gathered parameters of the unit of block `k`, and of the unit `step` after it."""
         if not self.gathered:
             return 0
         near = self.units[k] + step
@@ -109,9 +109,9 @@ class Exchanged(NamedTuple):
         return sum(bucket.part for bucket in self.buckets) if self.level else 0, self.copied
 
     def latest(self, done: Sequence[Summed] = ()) -> int:
-        """The last buckets on their way, whole and a rank's part, when these of this backward have
-        gone."""
-        before = [*self.buckets[-IN_FLIGHT:]] * IN_FLIGHT  # of micro-batches before
+        """Bytes of the last buckets under way, each whole and a rank's part of it, when those in
+        `done` have been sent in this backward."""
+        before = [*self.buckets[-IN_FLIGHT:]] * IN_FLIGHT  # of earlier micro-batches
         last = [*before, *done[-IN_FLIGHT:]][-IN_FLIGHT:]
         return sum(bucket.size + bucket.part for bucket in last)
 
@@ -121,8 +121,8 @@ IN_FLIGHT = 1  # buckets whose reduce-scatter may be under way
 
 
 def in_flight(stages: Sequence[Exchanged], done: Sequence[Summed] = ()) -> int:
-    """Bytes on a rank with some stages from the first backward on: a bucket on its way to
-    parts, and what comes of them. Some are `done` in this backward."""
+    """Bytes on a rank with these stages from the first backward on: buckets that are being
+    scattered, and a rank's parts of them. Those in `done` have been sent in this backward."""
     one = stages[0]
     if one.level < 2:
         return 0
@@ -296,8 +296,8 @@ class Footprint:
 
     @cached_property
     def _copied(self) -> Sequence[tuple[int, int, int, fx.Node | None]]:
-        """What is in the host's memory: the first and the last block that keep it there, bytes,
-        and the value, where it is one between blocks."""
+        """Contents of the host's memory: the first and the last block that keep it there, bytes,
+        and the value, if it is one between blocks."""
         users: dict[fx.Node, list[int]] = {}
         for k in self._offloaded:
             block, cost = self._cut[k], self._costs[k]
@@ -332,8 +332,9 @@ class Footprint:
         return total
 
     def _returned(self, k: int) -> int:
-        """Bytes from the host while the backward of block `k` runs, besides what that saves: values
-        it has read, and what the offloaded block before saves, which comes beside it."""
+        """Bytes back from the host while the backward of block `k` runs, besides what it saved
+        itself: values that it has read, and what the offloaded block before it saved, which comes
+        back meanwhile."""
         made = self._cut[k].outputs
         return sum(
             size
@@ -377,7 +378,7 @@ class Footprint:
 
     @cached_property
     def kept(self) -> set[fx.Node]:
-        """The values between blocks that a backward here, or a stage beside, needs."""
+        """The values between blocks that a backward here, or another stage of this rank, needs."""
         kept = {node for k in range(len(self.blocks)) for node in self._keeps(k)}
         if self.beside:
             kept |= {
@@ -388,7 +389,8 @@ class Footprint:
 
     @cached_property
     def _units(self) -> Sequence[int]:
-        """The unit of each block, a stage of its own where parameters are gathered; else one."""
+        """The unit of each block. Where parameters are gathered, each unit is a stage of its own;
+        elsewhere all blocks are one unit."""
         return self.exchange.units or [0] * len(self.blocks)
 
     @cached_property
@@ -480,8 +482,8 @@ class Footprint:
 
 
 def _first_peak(cost: BlockCost, made: int, traced: int) -> int:
-    """Peak of a block's first backward, which allocates gradients of `made` bytes; `traced` is that
-    where it allocates those of all its parameters."""
+    """Peak of a block's first backward, which allocates gradients of `made` bytes; `traced` is the
+    peak if it allocates those of all its parameters."""
     return max(cost.backward_peak, min(traced, cost.backward_peak + made))
 
 
@@ -495,7 +497,7 @@ def _first_input_peak(cost: BlockCost, made: int) -> int:
 def stored(node: fx.Node) -> int:
     """Bytes of the storage of a value: that of an expanded tensor is smaller than its size.
 
-    Where the size depends on the data, what is known of it counts.
+    Where the size of the storage depends on the data, that of the value counts.
     """
     value = node.meta["val"]
     try:

@@ -1,7 +1,7 @@
 """The input of the stage solver: blocks with their costs, kept and recomputed.
 
-A recomputed block keeps its inputs. Where no other block keeps one of them, its maker's output must
-be kept; that is always counted, so that memory is never understated.
+A recomputed block keeps its inputs. An input that no other block keeps must be kept as an output of
+the block that makes it; that is always counted, so that memory is never understated.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _free(
 def _keeping(
     problem: Problem, level: int, every: Sequence[str], loads: Sequence[Load]
 ) -> Iterator[Load]:
-    """Loads of the blocks, with outputs that only a recomputed reader would keep."""
+    """Loads of the blocks, including outputs that only a recomputed reader would keep."""
     plain, full = problem.priced(level), problem.recomputing(level, every)
     for block, cost, load, before, after in zip(
         plain.cut.blocks, plain.costs, loads, plain.saved, full.saved, strict=True

@@ -62,7 +62,7 @@ def is_layer(block: Block) -> bool:
 
 
 def _with_ends(layers: list[bool], stages: int) -> list[bool]:
-    """Which blocks count as layers: with the blocks at both ends where they divide evenly only so.
+    """Which blocks count as layers: also those at the ends, if layers divide evenly only with them.
 
     >>> _with_ends([False, True, True, False], 4), _with_ends([False, True, True, False], 2)
     ([True, True, True, True], [False, True, True, False])

@@ -1,14 +1,14 @@
-"""What no plan of a problem is below if its stages are even, whatever is open in the options.
+"""Lower bounds on the step of every plan with even stages, for the options that are still open.
 
     vocabulary, sharding, schedule      `roomy_bound`: no simulation, memory for everything
-    └── with memory                     `busy_bound`: what it makes blocks recompute
+    └── with memory                     `busy_bound`: with the recomputation that it forces
         └── simulated                   `even_step`, then `shared_step`
-            └── level of ZeRO           `roomy_bound`, with what data ranks then exchange
+            └── level of ZeRO           `roomy_bound`, with the exchange of data ranks
                 └── with its memory     `busy_bound`, `even_step`, `shared_step`
 
-The lowest bound is made sharper until it is at the leaves, or the answer is known. The passes find
-again what was found here. They take even stages for the best under every schedule that is known by
-name, and so does this bound.
+A best-first search: the lowest bound is refined until it is that of a leaf, or high enough. The
+passes use the cached results again. Like the passes, the bound assumes that even stages are the
+best under every named schedule.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ from parcompiler.passes.zero import least_exchange
 from parcompiler.plan import Plan, VocabularyChoice
 from parcompiler.problem import LEVELS, Problem
 
-ROUNDING = 1 - 1e-9  # sums of the same numbers in another order
+ROUNDING = 1 - 1e-9  # allows for sums in another order
 Finer = Callable[[], "Iterator[Bound]"]
-Bound = tuple[float, Finer | None]  # seconds, and the bounds that are sharper, if there are any
+Bound = tuple[float, Finer | None]  # seconds, and a function that refines it (None: a leaf)
 
 
 def is_known(problem: Problem) -> bool:
-    """Whether even stages are the best for all schedules in question."""
+    """Whether even stages are the best under all schedules in question, so that the bound holds."""
     return problem.options.schedule in ("auto", *CANDIDATES)
 
 
 class LeastStep:
-    """The seconds that no step is below of a plan that begins as `start`, as far as was asked."""
+    """Lower bound on the step of every plan that completes `start`, refined on request."""
 
     def __init__(self, problem: Problem, start: Plan) -> None:
-        self._number = itertools.count()  # of equal bounds the first
+        self._number = itertools.count()  # breaks ties: the first of equal bounds
         self._open: list[tuple[float, int, Finer | None]] | None = None
         self._all = partial(_schedules, problem, start)
 
     def seconds(self, enough: float = math.inf) -> float:
-        """The shortest step of even stages, or as soon as it is known that none is below `enough`,
-        so much.
+        """The shortest step of even stages, or the first lower bound of it that reaches `enough`.
 
         Infinite where blocks fit on no ranks even if they could be cut anywhere; 0 where an option
         is wrong: the passes will say so.
@@ -81,7 +80,7 @@ class LeastStep:
         return math.inf
 
     def _add(self, least: float, bounds: Iterable[Bound]) -> None:
-        """Bounds of a part of what had one."""
+        """Push the refined bounds of a case whose bound was `least`."""
         assert self._open is not None
         for seconds, finer in bounds:
             heapq.heappush(self._open, (max(least, seconds), next(self._number), finer))
@@ -93,7 +92,7 @@ def least_step(problem: Problem, start: Plan, enough: float = math.inf) -> float
 
 
 def _schedules(problem: Problem, start: Plan) -> Iterator[Bound]:
-    """A bound for each method of the vocabulary and schedule; for those that are decided."""
+    """A bound for each vocabulary method and schedule, or for those that are decided."""
     if start.schedule is not None:
         yield _roomy(problem, start), partial(_with_memory, problem, start, is_plain=False)
         return
@@ -116,9 +115,9 @@ def _sharded(problem: Problem, plan: Plan) -> Plan:
 
 
 def _with_memory(problem: Problem, plan: Plan, *, is_plain: bool = True) -> Iterator[Bound]:
-    """The bound with the memory of the level of ZeRO, of the highest where that is open. Where
-    memory forces blocks of a plain plan to run again, cheap operators may instead, which alone
-    takes longer."""
+    """Bounds with limited memory, at the highest level of ZeRO where that is open. Where memory
+    forces a plain plan to recompute blocks, also of plans that recompute cheap operators instead,
+    which does not pay otherwise."""
     rank_problem = local(problem, plan)
     is_plain = is_plain and problem.options.recompute == "auto" and not plan.selective
     if is_plain and is_forced(rank_problem, plan):
@@ -140,7 +139,7 @@ def _simulated(
     is_plain: bool,
     step: Callable[[Problem, Plan], float] = even_step,
 ) -> Iterator[Bound]:
-    """The same of a simulated step: first without the passes of a head that all ranks share."""
+    """Bounds by a simulated step: first without the passes of a head that all ranks share."""
     seconds = step(local(problem, plan), plan)
     if seconds < math.inf and step is even_step and is_shared(plan):
         yield seconds, partial(_simulated, problem, plan, is_plain, shared_step)
@@ -165,8 +164,8 @@ def _is_open(problem: Problem, plan: Plan) -> bool:
 
 
 def _levels(problem: Problem, plan: Plan, is_plain: bool) -> Iterator[Bound]:
-    """A bound for each level of ZeRO with the sharding that was decided while that was open; where
-    its memory matters, the one that is decided for the level may be better."""
+    """A bound for each level of ZeRO, with the sharding that was decided while the level was open.
+    Where memory matters, one decided for the level may be better: `_simulated` tries it."""
     mesh = problem.mesh
     for level in LEVELS:
         whole = problem.at_zero(level)
@@ -178,7 +177,7 @@ def _levels(problem: Problem, plan: Plan, is_plain: bool) -> Iterator[Bound]:
 
 
 def _roomy(problem: Problem, plan: Plan) -> float:
-    """The bound with memory for everything, and what data ranks exchange."""
+    """`roomy_bound`, plus the least exchange of data ranks."""
     rank_problem = local(problem, plan)
     again = problem.options.recompute not in ("auto", "none", "selective")
     return roomy_bound(rank_problem, plan) + least_exchange(rank_problem, plan, again=again)

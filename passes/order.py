@@ -73,7 +73,8 @@ def _fits(problem: Problem, step: Timing) -> bool:
 
 
 def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[float]:
-    """Bytes of each rank for the stages, whose backwards wait for the vocabulary's passes."""
+    """Bytes of each rank that the vocabulary leaves for the stages. Their backwards wait for its
+    passes, so that more micro-batches are in flight."""
     schedule, found = trunk(plan), costs(problem, plan)
     more = intervals(spread.method, schedule.ranks)
     for rank in range(schedule.ranks):
@@ -90,6 +91,6 @@ def _named(plan: Plan) -> Iterator[Schedule]:
         try:
             schedule = build(name, plan.mesh.pipeline, plan.microbatches, plan.virtual_stages)
         except InputError:
-            continue  # it cannot have so many stages on a rank
+            continue  # this schedule cannot have that many stages on a rank
         if schedule.placement == placement and not schedule.asynchronous:
             yield schedule

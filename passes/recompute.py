@@ -28,7 +28,7 @@ from parcompiler.problem import Problem
 
 @dataclass(frozen=True)
 class RecomputePass(Pass):
-    """Decides `plan.recompute` at the coarsest granularity, where the options say it.
+    """Decides `plan.recompute` at the coarsest granularity, unless the option is "auto".
 
     The stage pass decides it again at its own granularity, and always for "auto".
     """
@@ -49,8 +49,8 @@ class RecomputePass(Pass):
 def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tuple[str, ...]:
     """Names of the blocks that an option recomputes, at a granularity.
 
-    "full" leaves out blocks that must run once (running statistics) and blocks that keep nothing,
-    "offload" the latter.
+    "full" and "offload" leave out blocks that keep nothing; "full" also those that must run once
+    (running statistics), "offload" those that save memory before they write it (`saves_early`).
     A pattern matches a block by its name or by that of a module around it; the last one decides.
     Raises InputError when patterns choose a block that must run once only.
     """

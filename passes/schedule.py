@@ -5,7 +5,7 @@ schedule that fits into memory and is at most `gain` slower than the fastest. (A
 plans `decide` takes the plainest.)
 
     even_step   zb-h2   zb-v | zb-h1  interleaved  1f1b  ...
-    divided     2.67    2.59 |                              more than 2.59 even so: not divided
+    divided     2.67    2.59 |                              even stages take more: not divided
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TOO_LARGE = "does not fit the memory limit, however it is divided and recomputed
 
 @dataclass(frozen=True)
 class SchedulePass(Pass):
-    """Decides `plan.schedule`, `plan.virtual_stages` and, where no name says it, `plan.orders`.
+    """Decides `plan.schedule`, `plan.virtual_stages` and, for orders without a name, `plan.orders`.
 
-    A step of `below` seconds is known: slower ones are of no use. `floor` bounds the steps of
-    a schedule at all levels of ZeRO.
+    A step of `below` seconds is known: slower ones are of no use. `floor` is a lower bound on the
+    steps of a schedule over all levels of ZeRO.
     """
 
     name: ClassVar[str] = "schedule"
@@ -91,13 +91,13 @@ class SchedulePass(Pass):
 
 @dataclass
 class Weighing:
-    """What is known of the candidate schedules, plainest first."""
+    """The candidate schedules, plainest first, and their steps so far."""
 
     asked: SchedulePass
     problem: Problem
     candidates: tuple[Plan, ...]
-    least: list[float] = field(init=False)  # seconds of even stages
-    found: dict[int, float] = field(default_factory=dict)  # of the best stages
+    least: list[float] = field(init=False)  # seconds of a step with even stages
+    found: dict[int, float] = field(default_factory=dict)  # seconds with the best stages
     refused: dict[int, Exception] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,10 +105,10 @@ class Weighing:
         self.least = [self._even(candidate) for candidate in self.candidates]
 
     def _even(self, candidate: Plan) -> float:
-        """Seconds of even stages, or a lower bound of it that is too long already.
+        """Seconds of a step with even stages, or a lower bound of it that is already too long.
 
-        Of compute alone where parameters are gathered: that goes on while stages wait for each
-        other, and schedules differ in this.
+        Where parameters are gathered, only compute counts: gathers go on while stages wait for each
+        other, and schedules differ in how long they wait.
         """
         below = self.asked.below
         problem = self.problem.at_zero("auto") if self.problem.gathers else self.problem
@@ -118,10 +118,10 @@ class Weighing:
         if below == math.inf:
             return least
         least, floor = shared_step(problem, candidate), self.asked.floor(candidate, below)
-        return floor if floor >= below else least  # others have no level of ZeRO yet, too
+        return floor if floor >= below else least  # the other estimates have no level of ZeRO yet
 
     def order(self) -> list[int]:
-        """Candidates by the step of even stages; within the margin, the plainest first."""
+        """Candidates by their step with even stages; within the margin, the plainest first."""
         near = min(self.least) / (1 - self.asked.gain)
         return sorted(range(len(self.least)), key=lambda k: (max(near, self.least[k]), k))
 
@@ -137,7 +137,7 @@ class Weighing:
 
     @property
     def _stages(self) -> StagePass:
-        """The pass that divides; where nobody reads why, no further than is of use."""
+        """The pass that divides; it stops at `below` unless refusals must be explained."""
         below = math.inf if self.problem.explain else self.asked.below
         return dataclasses.replace(self.asked.stages, below=below)
 
@@ -195,7 +195,7 @@ def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
     if isinstance(counts, tuple) and wanted == 1 and len(counts) % ranks == 0:
         wanted = len(counts) // ranks
     for name in CANDIDATES if ranks > 1 else CANDIDATES[:1]:
-        with suppress(InputError):  # it cannot have so many stages on a rank
+        with suppress(InputError):  # it cannot have that many stages on a rank
             candidate = _named(plan, name, wanted)
             if not isinstance(counts, tuple) or candidate.virtual_stages == wanted:
                 yield candidate
@@ -204,7 +204,7 @@ def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
 def _named(plan: Plan, name: str, wanted: int) -> Plan:
     """The plan with a named schedule. Raises InputError for stages that it cannot have."""
     virtual_stages = stages_per_rank(name, wanted)
-    build(name, plan.mesh.pipeline, 1, virtual_stages)  # as many as there are may be thousands
+    build(name, plan.mesh.pipeline, 1, virtual_stages)  # there may be thousands of micro-batches
     return dataclasses.replace(plan, schedule=name, virtual_stages=virtual_stages)
 
 

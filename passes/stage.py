@@ -69,7 +69,7 @@ class StagePass(Pass):
             return plan
         order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
         asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
-        known = dataclasses.replace(self, below=math.inf)  # what is found serves for any
+        known = dataclasses.replace(self, below=math.inf)  # the result serves any `below`
         key = known, *order, *asked, plan.vocabulary and plan.vocabulary.method
         lean = problem.at_zero("auto")  # with the most memory, and no gathers between passes
         least: dict[object, float] = lean.once("least steps", dict)
@@ -240,7 +240,7 @@ class _Shortest:
     seconds: float = math.inf
     level: int = 0
     stage_of: tuple[int, ...] = ()
-    bounds: dict[int, float] = field(default_factory=dict)  # lower, of the formula, by granularity
+    bounds: dict[int, float] = field(default_factory=dict)  # of the solver's formula
     considered: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
     leanest: InfeasibleError | None = None  # the refusal that needs the least memory
 
@@ -322,7 +322,7 @@ def _moved(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> float:
-    """Lower bound of a division's step, whatever is recomputed: the busiest rank, never idle."""
+    """Lower bound of a division's step with any recomputation: the busiest rank, never idle."""
     placement, busy = outline(plan).placement, [0.0] * plan.mesh.pipeline
     for load, j in zip(data(problem, level)[0], stage_of, strict=True):
         busy[placement[j]] += load.on(placement[j])
@@ -349,7 +349,7 @@ def _fitting(
 
     The solver does not know how many messages are in flight at once. Bytes by which the simulated
     step is over the memory are reserved in the next attempt. Raises InfeasibleError for a step that
-    is not below so many seconds.
+    is not below `below` seconds.
     """
     free = [0] * len(problem.memories)
     while True:

@@ -39,7 +39,7 @@ NOTHING = "it looks up no words of the batch and has no head with a cross-entrop
 class VocabularyPass(Pass):
     """Decides `plan.vocabulary` and, where methods are weighed, the rest of the plan by `others`.
 
-    `below` and `floor` are those of the schedule pass: a step that is known, and a bound.
+    `below` and `floor` are those of the schedule pass: a known step, and a lower bound.
     """
 
     name: ClassVar[str] = "vocabulary"

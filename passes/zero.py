@@ -1,24 +1,24 @@
-"""What data ranks share out, by time under memory: the level of ZeRO.
+"""The level of ZeRO, that is, what data ranks share out: the fastest level that fits in memory.
 
     level   a data rank keeps        exchanged in a step of m micro-batches
     0       everything               gradients: all-reduce, beside the last backward
     1       parts of states          gradients: reduce-scatter there; parameters: all-gather,
                                      beside the next forward
-    2       and of gradients         the same, with a reduce-scatter beside each of m backwards
-    3       and of parameters        of each block, before both its passes, and its gradients behind
-                                     them, beside the compute of other blocks: m times
+    2       and of gradients         as level 1, but a reduce-scatter beside each of m backwards
+    3       and of parameters        for each block and micro-batch, beside the compute of other
+                                     blocks: all-gather of its parameters before both its passes,
+                                     reduce-scatter of its gradients after them
 
 Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7. Each level takes less memory than the
-one before it, and most take longer to exchange. So a level pays where memory would force blocks to
-be recomputed, a slower schedule, or no plan at all. The first exchanges as many bytes as none, and
-each data rank updates its part alone: it pays too where the update is much of the step. (What level
-3 would keep gathered from one micro-batch to the next is level 2.)
+one before it, and most take longer to exchange. So a level pays where memory would otherwise force
+recomputation, a slower schedule, or no plan at all. Level 1 exchanges as many bytes as level 0, and
+each data rank updates only its part: it also pays where the update is a large share of the step.
+(Level 3 with parameters that stay gathered between micro-batches would be level 2.)
 
-    lean     the plan for the memory of the highest level and the exchange of none: no plan's
-             compute is faster
-    levels   at which it fits: the lowest whose step is at most MARGIN longer than that of any
-    others   are planned again, if what they save of the exchange may be more than compute that they
-             lose: `lean` and every refusal bound that
+    lean     the plan with the memory of the highest level and no exchange: no plan computes faster
+    levels   at which `lean` fits: the lowest whose step is at most MARGIN longer than the shortest
+    others   are planned anew if they may save more of the exchange than they lose in compute;
+             `lean` and every refusal bound that
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from parcompiler.problem import LEVELS, Problem, filled
 from parcompiler.schedules.planned import outline, shorter
 from parcompiler.timeline import StageCost
 
-DEEP = 16  # ranks of a pipeline whose lowered step is simulated to choose a plan
-FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what makes gradients of parameters final
+DEEP = 16  # most ranks of a pipeline whose lowered step is simulated to choose a plan
+FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # passes that make gradients of parameters final
 
 
 @dataclass(frozen=True, slots=True)
 class DataShare:
-    """What a level of ZeRO means for the stages of a plan.
+    """Memory and time of the stages of a plan at a level of ZeRO.
 
-    Bytes of parameters, gradients and optimizer states on the rank with most of them, and the most
-    bytes on a rank in the step; seconds of the step, and of what a rank exchanges with its data
-    replicas in it, of which so many are `exposed`, beside no compute. `fits` says whether every
-    rank has that memory.
+    `parameters`, `gradients` and optimizer `states` are bytes on the rank with most of them,
+    `memory` is the peak of any rank, `fits` says whether every rank has enough. `step` is in
+    seconds, `exchange` the seconds in which a rank exchanges with its data replicas; `exposed` are
+    those of them beside no compute.
     """
 
     level: int
@@ -77,11 +77,12 @@ def weighed(
     bound: Bounding,
     most: float = math.inf,
 ) -> Plan:
-    """The plan with the level that is given, or with that of the shortest step that fits.
+    """The plan at the level that it has, or at the level of the shortest step that fits.
 
-    `complete` makes a plan whole, and may refuse one with InfeasibleError whose step is not below
-    so many seconds; by `bound` it is known that none is (see `least_step`). `most` seconds are
-    enough. Raises InfeasibleError when nothing fits, or nothing is below that.
+    `complete(plan, below)` makes all other decisions, and may raise InfeasibleError if no step is
+    below `below` seconds; `bound` is a lower bound on the steps of these plans (see `least_step`).
+    Only steps below `most` seconds are wanted. Raises InfeasibleError when nothing fits, or nothing
+    is below that.
     """
     if plan.zero is not None or problem.mesh.replicas == 1:
         return complete(plan, most)
@@ -117,7 +118,7 @@ def _lowest(
     enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - MARGIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
     best = None
-    if first is not None:  # what a solver said of it may be of blocks that gather nothing
+    if first is not None:  # the solver's statement may be about blocks that gather nothing
         chosen = dataclasses.replace(lean, zero=first.level)
         best = first.step, reconsidered(local(problem, chosen), chosen)
     least, refusal = estimate(rank_problem, lean).step_time, None
@@ -126,10 +127,10 @@ def _lowest(
         return min(most, math.inf if best is None else (1 - GAIN) * best[0])
 
     def apart(share: DataShare) -> float:
-        """What is exchanged behind the compute: gathers are a part of it."""
+        """Seconds of the exchange after the compute; at level 3 it is part of the compute."""
         return share.exposed if share.level < 3 else 0.0
 
-    # Where the lean plan fits and little is exposed, it is the best of a level.
+    # Where the lean plan fits and little is exposed, it is the best plan of its level.
     known = needed()
     open_to = [s for s in shares if not s.fits or s.exposed - apart(s) > GAIN * s.step]
     bounds = {x.level: bound(at[x.level], known) if least < known else 0.0 for x in open_to}
@@ -142,7 +143,7 @@ def _lowest(
             trial = complete(at[share.level], below)
         except InfeasibleError as error:
             refusal = refusal or error
-            if best or most < math.inf:  # nor is any with less memory
+            if best or most < math.inf:  # lower levels, with less memory, are not faster
                 floors |= {k: max(below, floors[k]) for k in floors if k < share.level}
             continue
         step = step_of(local(problem, trial), trial)
@@ -165,7 +166,7 @@ def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
 
 
 def _judged(problem: Problem, plan: Plan, level: int) -> DataShare:
-    """`share_of` a plan whose level is open, with the step that `step_of` says."""
+    """`share_of` a plan whose level is open, with the step of `step_of`."""
     share = share_of(problem, plan, level)
     if level < 3 or not share.fits:
         return share
@@ -174,7 +175,7 @@ def _judged(problem: Problem, plan: Plan, level: int) -> DataShare:
 
 
 def _least_of(problem: Problem, plan: Plan) -> float:
-    """Seconds that a plan is not below: its compute, and what the mean rank exchanges."""
+    """Lower bound on a plan's step, in seconds: its compute, and the exchange of the mean rank."""
     rank_problem = local(problem, plan)
     return estimate(rank_problem, plan).step_time + least_exchange(rank_problem, plan)
 
@@ -185,10 +186,11 @@ def _too_long(most: float) -> str:
 
 
 def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float:
-    """Seconds that `_exchanges` has behind the last compute at least, if stages are even, at the
-    level of a problem, which is that of a rank. What is gathered and scattered at the third level
-    is a part of what blocks take. Blocks may run `again` in the backward, which hides more; not
-    where the step that this is added to is that without: what they hide they also take."""
+    """Lower bound on the seconds of `_exchanges` after the last compute if stages are even, at the
+    level of `problem`, which is that of a rank. 0 at level 3, whose gathers and scatters are part
+    of the seconds of blocks. With `again`, blocks may be recomputed in the backward, which hides
+    more. It is False where the bound is added to a step without recomputation, which would take as
+    many seconds as it hides."""
     mesh, level, m = problem.mesh, problem.zero, plan.microbatches
     if mesh.replicas == 1 or problem.options.asynchronous or level == 3:
         return 0.0
@@ -208,7 +210,8 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
 
 
 def _summed(problem: Problem) -> Counter[int]:
-    """How often all data ranks sum so many bytes, besides those of a vocabulary on all ranks."""
+    """The number of buckets that all data ranks sum, by their bytes, without those of a vocabulary
+    on all ranks."""
     shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
     items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
     summed = [x for x in items if problem.sharers(x) == problem.mesh.replicas]
@@ -216,12 +219,12 @@ def _summed(problem: Problem) -> Counter[int]:
 
 
 def step_of(problem: Problem, plan: Plan) -> float:
-    """Seconds of the step of a plan, with what data ranks exchange behind its last compute; where
-    the level is open yet, at none. `problem` is that of a rank.
+    """Seconds of the step of a plan, with the exchange of data ranks after its last compute; at
+    level 0 where the level is still open. `problem` is that of a rank.
 
-    At the third level of a pipeline gathers and scatters go one after another beside passes that
-    also wait for other stages, which stage costs cannot say: there the lowered step is simulated,
-    unless the pipeline is so DEEP that this takes too long.
+    At level 3 of a pipeline gathers and scatters go one after another beside passes that also wait
+    for other stages, which stage costs cannot express: there the lowered step is simulated, unless
+    the pipeline is so DEEP that this takes too long.
     """
     if problem.gathers and problem.judge and 1 < plan.mesh.pipeline <= DEEP:
         judge = problem.judge
@@ -234,7 +237,7 @@ def step_of(problem: Problem, plan: Plan) -> float:
 
 
 def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
-    """What a level means for the stages of a plan; `problem` is that of a rank."""
+    """Memory and time of the stages of a plan at a level; `problem` is that of a rank."""
     problem = problem.at_zero(level)
     whole, timing = problem.at_zero(0), estimate(problem, plan)
     compute = estimate(whole, plan).step_time - update_seconds(whole, plan)
@@ -269,20 +272,21 @@ def _rows(problem: Problem, plan: Plan) -> list[Parameter]:
 
 
 class Exchange(NamedTuple):
-    """Seconds of what a rank exchanges with its data replicas in a step, and those before its first
-    compute and behind its last."""
+    """Seconds in which a rank exchanges with its data replicas in a step; `late` are those before
+    its first compute and after its last."""
 
     seconds: float
     late: float
 
 
 def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
-    """Of each rank at the level of a problem, as the simulator times it: sums begin as gradients
-    become final in the last backward, or in every one; the first forward begins when what is
-    gathered beside it comes as early as it is read, if every bucket has an equal part in it."""
+    """The exchange of each rank at the level of a problem, as the simulator times it. Sums begin as
+    gradients become final in the last backward, from level 2 on in each. The first forward begins
+    so late that parameters gathered beside it come before they are read, if all buckets have equal
+    parts in it."""
     m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
     units = _units(problem, plan)
-    stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # these take as long
+    stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # equally long below 3
     made, found = _made(problem, plan), []
     for rank, own in enumerate(tensors(problem, plan)):
         bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
@@ -338,9 +342,9 @@ def _behind(
     made: Sequence[int],
     stages: Sequence[StageCost],
 ) -> float:
-    """Seconds by which the sums of a rank's gradients end behind its last compute, or behind what
-    others compute then: those of a stage begin in its last backward, behind its last block, or
-    behind that where it comes in two parts."""
+    """Seconds by which the sums of a rank's gradients end after its last compute, or after what
+    other ranks compute then. The sums of a stage begin in its last backward, after its last block,
+    or after the whole backward where it comes in two parts."""
     if plan.stages is None:
         return sums
     priced = problem.at_zero("auto").under(plan).on(rank)
@@ -364,8 +368,8 @@ def _behind(
 
 
 def _units(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:
-    """Seconds in which the parameters of each block of a rank are gathered, and its gradients
-    scattered; nothing below the third level."""
+    """By rank, the seconds in which the parameters of each of its blocks are gathered, and the
+    gradients scattered; empty below level 3."""
     found: list[list[tuple[float, float]]] = [[] for _ in range(plan.mesh.pipeline)]
     if problem.gathers:
         priced = problem.under(plan)
