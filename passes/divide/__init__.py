@@ -1,10 +1,10 @@
-"""Divide the blocks of a graph into pipeline stages, and choose those that run twice.
+"""Divide the blocks of a graph into pipeline stages, and choose the blocks that run twice.
 
 Given       c[i,r]      seconds of block i on rank r, forward and backward of one micro-batch;
                         blocks are listed in topological order
             m[i], s[i]  its resident bytes; its bytes saved for the backward, per micro-batch
-            e[i]        bytes that it takes while it computes only
-            and the same, with c', m', s' and e', when block i runs twice, if it may
+            e[i]        further bytes that it takes only while it computes
+            c', m', s', e'  the same numbers of block i when it runs twice, if it may
             f           values that cross blocks: producer p, consumers q, seconds d[f] to receive
                         one and to return its gradient, bytes s[f] of a received copy
             g           tensors that several blocks use, of b[g] bytes
@@ -30,25 +30,25 @@ Subject to  data flows forward         y[p,j] <= y[q,j]                         
                                        + a[r] + sum(k[j] s[i] x[i,j])
                                        + sum((k[j] + 1) s[f] r[f,j]) <= L[r]
                                        for each k in K(r), the sums over j in J(r)
-and with w[i,j] stand the numbers of the block that runs twice less those of one that runs once.
+In each sum, w[i,j] adds the numbers of block i run twice less those of block i run once.
 
-Copies of a value are those of the micro-batches in flight on the first stage of a rank that
+A rank has one copy of a received value for each micro-batch in flight on its first stage that
 consumes it, which has it longest, and one more, because a receive is posted before its use. Between
-stages of one rank it takes neither seconds nor a copy.
+stages of one rank a value takes neither seconds nor a copy.
 
-With one stage per rank a dynamic programme finds the best runs of consecutive blocks (`runs`).
-Where every block reads of the one before it all divisions are runs, and that is all. Else the
-integer programme (`programme`) looks for something better, among the few stages on which each block
-can be then. With several stages per rank, runs become good by moving cuts (`improve`), with two
-another dynamic programme makes the slowest rank fast (`pairs`). Each rank spares what it can
-(`twice.spared`), and how far that may be from the best is told: the stage pass moves blocks
-further, on the timeline, and that finds shorter steps in less time than the integer programme did.
+With one stage per rank a dynamic programme finds the best runs of consecutive blocks (`runs`). If
+every block reads from the one before it, all divisions are runs, so the best runs are optimal. Else
+the integer programme (`programme`) searches for a better division, with few stages left for each
+block. With several stages per rank, runs are improved by moving cuts (`improve`); with two stages
+another dynamic programme minimises the seconds of the slowest rank (`pairs`). The cheapest blocks
+of each rank run twice (`twice.spared`), and the gap to the lower bound is reported. The stage pass
+then moves blocks on the timeline: that finds shorter steps in less time than the integer programme.
 
 Bytes are exact; the rounding of seconds to whole numbers is below 1e-9 of the slowest stage.
 
-Ties: nothing runs twice where that is as good, and the runs found win when nothing is strictly
-better. Of runs with one stage per rank they have the least sum of squared seconds (the most even),
-then the earliest cuts. Where runs are not optimal, the solver's fixed seed decides.
+Ties: nothing runs twice where that is as good, and the runs win unless something is strictly
+better. Of runs with one stage per rank, those with the least sum of squared seconds (the most even)
+win, then those with the earliest cuts. Where runs are not optimal, the solver's fixed seed decides.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from parcompiler.passes.divide.task import DivisionTask, check_task
 from parcompiler.passes.divide.twice import spared
 from parcompiler.solver import EFFORT, relative_gap
 
-KEPT = 5  # good runs that the timeline compares where memory is no matter
+KEPT = 5  # good runs that the timeline compares where memory is ample
 
 __all__ = [
     "DivisionTask", "Evaluation", "Flow", "Load", "MemoryPart", "StageDivision", "divide",
@@ -98,15 +98,15 @@ def divide(
         task: what is to be divided.
         names: of the blocks, for messages.
         effort: limit of the search, in the solver's deterministic units.
-        explain: whether to say what would do when memory does not.
-        besides: bytes that each rank has in use besides; the message adds them.
-        memory: bytes of each rank, the ones in use among them, for the message.
+        explain: whether the error says how much memory would suffice.
+        besides: bytes of each rank that are in use otherwise; the message adds them.
+        memory: bytes of each rank, including those in use otherwise, for the message.
 
     Raises:
         InfeasibleError: more stages than blocks, or too little memory. Says the least limit that
             would do, and what takes most of it.
         UndecidedError: the search ended with no division and no proof that there is none.
-        InputError: the data are no such problem.
+        InputError: the data describe no such problem.
     """
     check_task(task)
     others: list[tuple[int, ...]] = []
@@ -137,7 +137,7 @@ def divide(
 
 
 def _moved(task: DivisionTask, tried: list[tuple[int, ...]]) -> StagesTwice | None:
-    """The best of some good runs with what must run twice in them; all are `tried`."""
+    """The best of some good runs, and the blocks that must run twice in it; adds all to `tried`."""
     given = tuple(task.loads), tuple(task.flows), tuple(task.placement), task.microbatches
     free = _unlimited(*given)
     best = sorted(free, key=lambda stage_of: task.objective(stage_of, ()))[:KEPT]
@@ -156,14 +156,14 @@ def _moved(task: DivisionTask, tried: list[tuple[int, ...]]) -> StagesTwice | No
     return min(found)[2] if found else None
 
 
-@lru_cache(maxsize=64)  # schedules of one placement differ in what they hold alone
+@lru_cache(maxsize=64)  # schedules with one placement differ only in what they hold
 def _unlimited(
     loads: tuple[Load, ...],
     flows: tuple[Flow, ...],
     placement: tuple[int, ...],
     microbatches: int,
 ) -> list[tuple[int, ...]]:
-    """Good runs if memory were no matter."""
+    """Good runs with unlimited memory."""
     ranks = max(placement) + 1
     held = [((1,) * (len(placement) // ranks),)] * ranks
     return moved_runs(DivisionTask(loads, flows, placement, microbatches, held, [math.inf] * ranks))

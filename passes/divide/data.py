@@ -1,4 +1,4 @@
-"""The data of a division, and what a division costs."""
+"""The data of a division problem, and the costs of a division."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one block asks of its stage.
+    """The time and memory of one block.
 
-    `seconds` of forward and backward of one micro-batch; `resident` bytes whatever the schedule
+    `seconds` of forward and backward of one micro-batch; `resident` bytes under any schedule
     (parameters, gradients, optimizer states); `saved` bytes kept for the backward, per micro-batch
-    in flight; `shared` tensors (name, bytes) are counted once per rank however many of its blocks
-    use them. While the block computes, its rank takes `moment` bytes more: a rank computes one
-    block at a time, and so the largest of them counts. `by_rank` are the seconds on each rank where
-    ranks differ; `seconds` are the least of them then.
+    in flight; `shared` tensors (name, bytes) count once per rank, for all its blocks that use them.
+    While the block computes, its rank takes `moment` bytes more: a rank computes one block at a
+    time, so that the largest `moment` counts. `by_rank` are the seconds on each rank where ranks
+    differ; `seconds` is then the least of them.
     """
 
     seconds: float
@@ -29,7 +29,7 @@ class Load:
     by_rank: tuple[float, ...] = ()
 
     def holding(self, more: int) -> Load:
-        """The load with so many resident bytes more."""
+        """The load with `more` resident bytes."""
         resident = self.resident + more
         return Load(self.seconds, resident, self.saved, self.shared, self.moment, self.by_rank)
 
@@ -74,7 +74,7 @@ class StageDivision:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a division costs: seconds of a micro-batch on each stage, and bytes on each rank.
+    """Costs of a division: seconds of a micro-batch on each stage, and bytes on each rank.
 
     `objective` is the seconds of a step: those of all stages, divided by the stages per rank, and
     those of the slowest rank for each further micro-batch.
@@ -100,7 +100,7 @@ def evaluate(
     microbatches: int,
     held: Sequence[Sequence[tuple[int, ...]]],
 ) -> Evaluation:
-    """What a division costs, straight from the definitions; stage j is on rank `placement[j]`.
+    """Costs of a division, straight from the definitions; stage j is on rank `placement[j]`.
 
     >>> loads = [Load(1.0, 10, 1), Load(2.0, 20, 2)]
     >>> evaluate(loads, [Flow(0, (1,), 0.5, saved=3)], (0, 1), (0, 1), 4, held=[[(2,)], [(1,)]])
@@ -131,7 +131,7 @@ def memory_parts(
     rank: int,
     names: Sequence[str] = (),
 ) -> tuple[MemoryPart, ...]:
-    """What the memory of one rank consists of, when it is fullest; the sizes add up to that."""
+    """The parts of one rank's memory when it is fullest; their sizes add up to all of it."""
     names = names or [f"block {i}" for i in range(len(loads))]
     stages = stages_on(placement)[rank]
     received = received_on(flows, stage_of, placement)
@@ -183,7 +183,7 @@ def sizes(
     vectors: Sequence[tuple[int, ...]],
 ) -> list[int]:
     """Bytes on a rank whose stages have these blocks and receive these values, for each vector of
-    micro-batches in flight: what `memory_parts` adds up to for the largest.
+    micro-batches in flight; the largest is the sum of `memory_parts`.
 
     >>> loads = [Load(1.0, 10, 1), Load(2.0, 20, 2, moment=7)]
     >>> sizes(loads, [[0], [1]], [[], [Flow(0, (1,), 0.5, saved=3)]], [(2, 1), (1, 4)])

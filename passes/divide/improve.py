@@ -6,7 +6,7 @@ only gives a start. Then one or several neighbouring cuts move by one block each
     before   | a b c | d e f | g h i |      the block d goes to the first stage and g to the
     after    | a b c d | e f g | h i |      second: the third is relieved by the first
 
-as long as this lowers a measure, first of what is above the limits, then of the objective.
+as long as this lowers a measure: first of the memory above the limits, then of the objective.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.divide.task import DivisionTask
 
 Measure = Callable[[DivisionCosts], tuple[float, ...]]
-SWEEPS = 200  # over cuts; a dozen is usual
-LARGE = 4000  # blocks times stages
+SWEEPS = 200  # over cuts, at most; a dozen is usual
+LARGE = 4000  # blocks times stages from which on pairs are not improved
 NEAR = 4  # cuts at either side of one that moved, which may move next
 REACH = 16  # cuts that move together; with 8 a step on unequal ranks was 4 % longer
 
 
 def moved_runs(task: DivisionTask) -> list[tuple[int, ...]]:
-    """Good divisions into runs in which nothing runs twice, those that fit.
+    """Good divisions into runs that fit, with no block run twice.
 
-    They are what moves lead to from even runs and, where memory is short, from lean ones, and those
-    with the least slowest rank (`pairs`).
-    In a large task with two stages on each rank nothing is moved: that took longer than all else
-    and found nothing better than pairs and even stages.
+    They are even runs and, where memory is short, lean ones, both improved by moves, and the runs
+    with the fastest slowest rank (`pairs`). In a large task with two stages per rank nothing is
+    moved: that took longer than all else and found nothing better than pairs and even stages.
     """
     pairs = paired_runs(task)
     found = [pairs] if pairs is not None and task.fits(pairs) else []
@@ -43,7 +42,7 @@ def moved_runs(task: DivisionTask) -> list[tuple[int, ...]]:
 
 
 def _moved(task: DivisionTask, starts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """What moves lead to from some runs, where it fits."""
+    """The runs that moves lead to from each start, if they fit."""
     found = []
     for start in starts:
         book = DivisionCosts(task, start)
@@ -84,9 +83,9 @@ def _step(book: DivisionCosts) -> tuple[float, ...]:
 
 
 def descend(book: DivisionCosts, measure: Measure) -> None:
-    """Move cuts until the measure falls no further, whichever is moved.
+    """Move cuts until no move lowers the measure.
 
-    Most sweeps change one or two of many cuts, so the next looks near those alone.
+    Most sweeps change one or two of many cuts, so the next sweep tries only cuts near those.
     """
     best, every = measure(book), range(1, book.task.stages)
     cuts: Sequence[int] = every
@@ -110,18 +109,18 @@ def _shift(
     best: tuple[float, ...],
     measure: Measure,
 ) -> tuple[float, ...]:
-    """Move the first few of these cuts, as many as is best, by a block; the measure then.
+    """Move the best number of these cuts, from the first on, by one block; returns the new measure.
 
-    With side 0 the block behind cut j goes to the stage before it, j - 1; with side 1 the block
-    before it goes to the stage behind it, j.
+    With side 0 the block after cut j goes to the stage before the cut, j - 1; with side 1 the block
+    before it goes to the stage after it, j.
     """
     at, step = book.at, 1 - 2 * side
     blocks = [bisect.bisect_left(at, j) - side for j in cuts]
-    # whether a stage keeps a block: as many are moved as to the last that does
+    # Whether a stage keeps a block. Cuts after the last stage that does are not moved.
     stays = [0 <= i + step < len(at) and at[i + step] == at[i] for i in blocks]
     while stays and not stays[-1]:
         stays.pop()
-    moved: list[tuple[int, int]] = []  # blocks and their stages before
+    moved: list[tuple[int, int]] = []  # blocks and their old stages
     kept = 0
     for j, i, stay in zip(cuts, blocks, stays, strict=False):
         moved.append((i, at[i]))

@@ -1,4 +1,4 @@
-"""What a division costs, kept up to date while blocks move from stage to stage."""
+"""Costs of a division, kept up to date while blocks move from stage to stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from parcompiler.passes.divide.task import DivisionTask
 class DivisionCosts:
     """A division and its costs, in the whole numbers of the task.
 
-    `seconds` and `saved` (bytes per micro-batch in flight) are by stage; `busy` (seconds) and
-    `fixed` (bytes whatever is in flight) by rank. `above` are the squared seconds of ranks above an
-    even share, `squares` say how uneven the stages are. A move touches two ranks, so all sums over
-    ranks, and the bytes of the others, are kept.
+    `seconds` (in units) and `saved` (bytes per micro-batch in flight) are by stage; `busy` (units
+    of time) and `fixed` (bytes that do not depend on micro-batches in flight) by rank. `above` is
+    the sum of squares of the units by which ranks exceed an even share, `squares` that of the units
+    of stages, which is least if they are even. A move touches two ranks, so that sums over ranks,
+    and the bytes of the other ranks, are kept.
     """
 
     def __init__(self, task: DivisionTask, stage_of: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class DivisionCosts:
         return found
 
     def excess(self) -> int:
-        """Bytes that the ranks take above their limits."""
+        """Bytes above the limits, summed over ranks."""
         if not self._is_ample:
             self.memory()
         return self._excess
@@ -75,7 +76,7 @@ class DivisionCosts:
         return self._total + self.task.further * max(self.busy)
 
     def _compute(self, i: int, j: int, sign: int) -> None:
-        """Add block i to stage j, or take it away: all but what it receives."""
+        """Add block i to stage j (`sign` 1), or remove it (-1), without the values it receives."""
         load, rank = self.task.loads[i], self.task.placement[j]
         self._take(j, rank, sign * self._cost[rank][i])
         self.saved[j] += sign * load.saved
@@ -89,13 +90,14 @@ class DivisionCosts:
                 self.fixed[rank] += sign * item[1]
 
     def _receives(self, i: int, ranks: set[int], sign: int) -> None:
-        """Add what ranks receive of the values that block i consumes or produces, or take it."""
+        """Add or remove what ranks receive of the values that block i consumes or produces."""
         for f in self.task.flows_of[i]:
             for rank in ranks:
                 self._receive(f, rank, sign)
 
     def _receive(self, f: int, rank: int, sign: int) -> None:
-        """Add value f to the first stage of a rank that consumes it, unless it is made there."""
+        """Add or remove value f on the first stage of a rank that consumes it, unless the rank
+        makes it."""
         task, consumers = self.task, self._consumers[f]
         if task.placement[self.at[task.flows[f].producer]] == rank:
             return
@@ -107,7 +109,7 @@ class DivisionCosts:
                 return
 
     def _hold_moment(self, rank: int, size: int, sign: int) -> None:
-        """Add what a block takes while it computes, or take it away: the largest counts."""
+        """Add or remove the bytes that a block takes while it computes: the largest count."""
         moments = self._moments[rank]
         before = max(moments, default=0)
         moments[size] += sign

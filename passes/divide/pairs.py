@@ -1,11 +1,12 @@
 """Two stages per rank: the runs in which the slowest rank takes the fewest seconds.
 
     V shape        | 0 | 1 | 2 | 2 | 1 | 0 |      rank r has a run from the front, and one from the
-    interleaved    | 0 | 1 | 2 | 0 | 1 | 2 |      back or one behind the middle
+    interleaved    | 0 | 1 | 2 | 0 | 1 | 2 |      back, or one after the middle
 
-Rank after rank takes a run of the front, of every length, and as much of the other side as the cap
-on its seconds and its memory leave. Of equal ends of the front the one that is furthest on the
-other side is kept. The least cap with which all blocks are taken is found by bisection.
+A dynamic programme: rank after rank takes a run of the front, of every length, and as many blocks
+of the other side as a cap on its seconds, and its memory, allow. Of the ways to one end of the
+front, the one that takes most of the other side is kept. Bisection finds the least cap with which
+all blocks are taken.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ import numpy.typing as npt
 from parcompiler.passes.divide.runs import snug
 from parcompiler.passes.divide.task import DivisionTask
 
-PRECISION = 1000  # steps of the cap in what an even rank takes
-MIDDLES = 6  # of interleaved stages, those nearest to half of the work
+PRECISION = 1000  # steps of the cap in the units of an even rank
+MIDDLES = 6  # middles to try for interleaved stages: those nearest to half of the work
 
 Counts = npt.NDArray[np.int64]
 Taken = list[tuple[int, int]]  # by each rank: blocks of the front, and of the other side
 
 
 def paired_runs(task: DivisionTask) -> tuple[int, ...] | None:
-    """The runs whose slowest rank takes about the least, in which nothing runs twice; None where
-    none fit, or where ranks have other stages than these.
+    """The runs whose slowest rank takes about the least time, with no block run twice; None where
+    none fit, or for other placements than these two.
 
-    Memory counts as if each stage received the largest value and its rank took the largest moment.
+    Memory counts as if each stage received the largest value, and each rank had the block with the
+    largest `moment`.
 
     >>> from parcompiler.passes.divide.data import Load
     >>> loads = [Load(seconds, 0, 0) for seconds in (1.0, 2.0, 1.0, 1.0, 2.0, 1.0)]
@@ -50,8 +52,8 @@ def paired_runs(task: DivisionTask) -> tuple[int, ...] | None:
 
 
 def slowest_pair(task: DivisionTask, known: int = 0) -> int:
-    """Units of the slowest rank of a V at least, whatever its memory; 0 for other stages, and where
-    a rank may take no more than is known already.
+    """Lower bound on the units of the slowest rank of a V with unlimited memory; 0 for other
+    placements, and where it is not above the bound `known`.
 
     >>> from parcompiler.passes.divide.data import Load
     >>> loads = [Load(seconds, 0, 0) for seconds in (1.0, 2.0, 1.0, 1.0, 2.0, 1.0)]
@@ -67,8 +69,8 @@ def slowest_pair(task: DivisionTask, known: int = 0) -> int:
 
 
 def _least(task: DivisionTask, sides: _Sides, most: int | None) -> tuple[int, Taken] | None:
-    """The least cap with which all blocks are taken, or one hardly above it, and who takes them;
-    None where that is not below `most`."""
+    """The least cap, or one hardly above it, with which all blocks are taken, and the blocks that
+    each rank takes; None where the cap is not below `most`."""
     step, low = max(1, task.even // PRECISION), task.even - 1
     high = top = max(map(sum, task.cost)) if most is None else most - step
     best: Taken | None = None
@@ -80,8 +82,8 @@ def _least(task: DivisionTask, sides: _Sides, most: int | None) -> tuple[int, Ta
 
 
 def _sides(task: DivisionTask, longest: int) -> Iterator[_Sides]:
-    """The front and the other side; for interleaved stages one for each middle that is tried. No
-    stage takes more than the `longest` units."""
+    """The two sides of a V, or those of interleaved stages for each middle that is tried. No stage
+    takes more than `longest` units."""
     ranks, blocks, placement = task.ranks, len(task.loads), tuple(task.placement)
     if placement == (*range(ranks), *reversed(range(ranks))):
         yield _Sides(task, range(blocks), range(blocks - 1, -1, -1), longest, is_v=True)
@@ -94,8 +96,8 @@ def _sides(task: DivisionTask, longest: int) -> Iterator[_Sides]:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The blocks that each rank's first and second stage take a run of, in this order. In a V they
-    are the same, from both ends."""
+    """The blocks from which each rank's first and second stage take runs, in this order. In a V
+    both are all blocks, from either end."""
 
     task: DivisionTask
     front: range
@@ -105,7 +107,7 @@ class _Sides:
 
     @cached_property
     def seconds(self) -> list[tuple[Counts, Counts]]:
-        """Units of the first blocks of both sides, on each rank."""
+        """By rank, the cumulative units of the blocks of both sides."""
         task = self.task
         rows = task.cost[:1] if task.is_uniform else task.cost
         found = [(_sums(row, self.front), _sums(row, self.back)) for row in rows]
@@ -113,8 +115,8 @@ class _Sides:
 
     @cached_property
     def bytes(self) -> list[list[tuple[Counts, Counts, int]]]:
-        """Bytes of the first blocks of both sides and what they may take, on each rank, for each
-        vector of micro-batches in flight."""
+        """By rank and vector of micro-batches in flight, the cumulative bytes of the blocks of both
+        sides, and the bytes that they may take."""
         task, found = self.task, []
         resident = [load.resident + sum(size for _, size in load.shared) for load in task.loads]
         saved = [load.saved for load in task.loads]
@@ -131,8 +133,8 @@ class _Sides:
         return found
 
     def taken(self, cap: int) -> Taken | None:
-        """The blocks that each rank takes if none is above a cap, and no stage takes more than the
-        longest; None where they are not all."""
+        """The blocks that each rank takes if no rank takes more than `cap` units, and no stage more
+        than `longest`; None where some blocks are left."""
         task, fronts, longest = self.task, len(self.front), min(cap, self.longest)
         ends = np.arange(fronts + 1)
         at = np.where(ends == 0, 0, -1)  # blocks of the other side, by those of the front
@@ -144,7 +146,7 @@ class _Sides:
             budgets = [(first, second, cap), (0 * first, second, longest), *self.bytes[rank]]
             taking = np.flatnonzero(at[:-1] >= 0)
             last = np.searchsorted(first, first[taking] + longest, "right") - 1
-            counts = np.maximum(last - taking, 0)  # runs that begin there
+            counts = np.maximum(last - taking, 0)  # numbers of runs that begin there
             begin = np.repeat(taking, counts)
             length = np.arange(1, len(begin) + 1) - np.repeat(np.cumsum(counts) - counts, counts)
             end = begin + length
@@ -164,7 +166,7 @@ class _Sides:
         return self._back(int(complete[0]), at, ways) if complete.size else None
 
     def _back(self, end: int, at: Counts, ways: list[tuple[Counts, Counts]]) -> Taken:
-        """What each rank took on the way to the end."""
+        """The blocks that each rank took on the way to `end`."""
         found, count = [], int(at[end])
         for before, lengths in reversed(ways):
             length = int(lengths[end])
@@ -181,5 +183,5 @@ class _Sides:
 
 
 def _sums(values: Sequence[int], side: range) -> Counts:
-    """Those of the first blocks of a side."""
+    """Sums of the values of the first 0, 1, 2, ... blocks of a side."""
     return np.cumsum([0, *(values[i] for i in side)], dtype=np.int64)

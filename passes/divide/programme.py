@@ -1,4 +1,4 @@
-"""The integer programme; a function for each line of its statement in `divide`."""
+"""The integer programme of `divide`, with a function for each line of its statement there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from parcompiler.passes.divide.runs import StagesTwice
 from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import SolverModel, Term, UndecidedError, Variable, solve
 
-LARGEST = 1500  # variables that are worth a search where a division is known
-SHORTER = 0.2  # of the effort there
+LARGEST = 1500  # most variables of a programme that is searched although a division is known
+SHORTER = 0.2  # share of the effort for that search
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Layout:
         return self.always if j <= self.windows[i][0] else self.free.get((i, j), self.never)
 
     def again(self, i: int) -> Load:
-        """What a block is when it runs twice."""
+        """The load of a block that runs twice."""
         load = self.task.again[i]
         assert load is not None
         return load
 
     def hint(self, stage_of: Sequence[int]) -> None:
-        """Say where to look first: near this division."""
+        """Tell the solver to look near this division first."""
         for (i, j), here in self.x.items():
             self.model.hint(here, stage_of[i] == j)
         for (i, j), later in self.free.items():
             self.model.hint(later, stage_of[i] >= j)
 
     def read(self, values: Sequence[float]) -> StagesTwice:
-        """The stage of each block, and what runs twice."""
+        """The stage of each block, and the blocks that run twice, in a solution."""
         at = {i: j for (i, j), variable in self.x.items() if values[variable.index]}
         twice = frozenset(i for (i, _), variable in self.w.items() if values[variable.index])
         return tuple(at[i] for i in range(len(self.task.loads))), twice
@@ -60,10 +60,11 @@ class Layout:
 def searched(
     task: DivisionTask, known: tuple[StagesTwice, int] | None, effort: float
 ) -> tuple[StagesTwice | None, float | None]:
-    """The best division of a task with one stage per rank, and units that none is below; None
-    where that is proven to be the best.
+    """The best division of a task with one stage per rank, and a lower bound in units; None instead
+    of a bound where the division is proven optimal.
 
-    Raises UndecidedError when nothing is known, and the search finds nothing and no proof.
+    Raises UndecidedError when no division is known, and the search finds neither one nor a proof
+    that there is none.
     """
     best, units = known or (None, math.inf)
     slowest = _slowest(task, units)
@@ -91,7 +92,8 @@ def searched(
 
 
 def _slowest(task: DivisionTask, units: float) -> int:
-    """The most units of a rank in a division of fewer units; negative when there is none."""
+    """Upper bound on the slowest rank's units in a division whose step is shorter than `units`;
+    negative where there is no such division."""
     if units == math.inf:
         again = (max(own[i] for own in task.extra) for i in range(len(task.loads)))
         return max(map(sum, task.cost)) + sum(again) + sum(task.move)
@@ -102,8 +104,8 @@ def _slowest(task: DivisionTask, units: float) -> int:
 
 
 def _windows(task: DivisionTask, slowest: int) -> list[range]:
-    """The stages of each block where no rank takes longer than `slowest`: the blocks above it, and
-    those below, have as many stages as they need, and no stage is empty."""
+    """The stages on which each block can be if no rank takes longer than `slowest`: the blocks that
+    it depends on, and those that depend on it, need a number of stages, and no stage is empty."""
     blocks, stages = len(task.loads), task.stages
     above: list[set[int]] = [{i} for i in range(blocks)]
     below: list[set[int]] = [{i} for i in range(blocks)]
@@ -133,7 +135,7 @@ def lay_out(task: DivisionTask, windows: Sequence[range], slowest: int) -> Layou
 
 
 def _place(task: DivisionTask, windows: Sequence[range], slowest: int) -> Layout:
-    """The variables inside the windows."""
+    """Add the variables inside the windows."""
     model = SolverModel()
     pace = model.integer("T", task.even, max(slowest, task.even))
     always, never = model.integer("1", 1, 1), model.integer("0", 0, 0)
@@ -160,7 +162,7 @@ def _place(task: DivisionTask, windows: Sequence[range], slowest: int) -> Layout
     # A block is on stage j iff it is on j or later, but not on j + 1 or later.
     for (i, j), here in layout.x.items():
         model.constrain([(1, here), (-1, layout.y(i, j)), (1, layout.y(i, j + 1))], 0, 0)
-    # It runs twice only where it is.
+    # A block runs twice only on its own stage.
     for place, twice in layout.w.items():
         model.constrain([(1, layout.x[place]), (-1, twice)], low=0)
     return layout
@@ -169,7 +171,7 @@ def _place(task: DivisionTask, windows: Sequence[range], slowest: int) -> Layout
 def _sum(
     variables: dict[tuple[int, int], Variable], coefficients: Iterable[tuple[int, int]], j: int
 ) -> list[Term]:
-    """The terms of stage j, of items with their coefficients, whose variable exists."""
+    """The terms of stage j for (item, coefficient) pairs, as far as their variables exist."""
     return [(a, variables[i, j]) for i, a in coefficients if a and (i, j) in variables]
 
 
@@ -207,7 +209,7 @@ def _hold_shared(layout: Layout) -> None:
 
 
 def _limit_memory(layout: Layout) -> None:
-    """A rank takes no more bytes than it has, whatever is in flight on its stage."""
+    """A rank has all the bytes that it takes with the most micro-batches in flight."""
     task = layout.task
     for j, k in enumerate(task.in_flight):
         room = task.room[task.placement[j]]
@@ -226,7 +228,7 @@ def _limit_memory(layout: Layout) -> None:
 
 
 def _hold_moment(layout: Layout, j: int) -> Variable:
-    """What a rank takes while it computes one of its blocks, in the way that this one runs."""
+    """The bytes a[j] that a rank takes while it computes one of its blocks, run once or twice."""
     task, model = layout.task, layout.model
     loads = [*task.loads, *filter(None, task.again)]
     moment = model.integer(f"a[{j}]", 0, max(load.moment for load in loads))
@@ -253,7 +255,7 @@ def _minimize_time(layout: Layout) -> None:
         received = _sum(layout.r, enumerate(task.move), j)
         work = [*_sum(layout.x, enumerate(task.cost[rank]), j), *received, *own]
         model.constrain([*work, (-1, slowest)], high=0)
-        # What a block takes on its rank beyond the least that it takes anywhere.
+        # Units of a block on this rank beyond those on the rank where it is fastest.
         beyond = [c - least for c, least in zip(task.cost[rank], task.compute, strict=True)]
         extra += [*received, *own, *_sum(layout.x, enumerate(beyond), j)]
     # Nor do the blocks before stage j, or from j on, together (implied; propagation needs it).

@@ -1,4 +1,4 @@
-"""What to say when memory does not suffice: the least limit that would do, and the largest part."""
+"""The error for too little memory: says the least limit that would do, and the largest part."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def too_little_memory(
     besides: Sequence[int] = (),
     memory_of: Sequence[int] = (),
 ) -> InfeasibleError:
-    """The least limit that would do, and what takes most of it.
+    """The error that says the least limit that would do, and what takes most of it.
 
-    Where ranks have `memory_of` bytes, `besides` of them are not for blocks.
+    `memory_of` are the bytes of each rank, of which `besides` are not for blocks.
     """
     stage_of, proven = slim_runs(task), task.each == 1 and task.is_linked
     names = names or [f"block {i}" for i in range(len(task.loads))]

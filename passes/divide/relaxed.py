@@ -1,18 +1,18 @@
-"""What the slowest rank takes if blocks may be cut and put anywhere: a linear programme.
+"""Lower bound on the slowest rank's time: a linear programme in which blocks are cut at will.
 
 Given       n[k]            blocks of kind k; t[k], b[k], s[k] seconds, resident bytes and bytes
                             saved per micro-batch of one, and t'[k], b'[k], s'[k] when it runs twice
             J(r), c[j]      the stages of rank r; micro-batches in flight on each when it holds most
             L[r]            memory of rank r
-Decide      x[k,j] >= 0     blocks of kind k on stage j that run once, in fractions
-            z[k,j] >= 0     and those that run twice
+Decide      x[k,j] >= 0     number of blocks of kind k on stage j that run once, a fraction
+            z[k,j] >= 0     number of those that run twice
 Minimize    T
 Subject to  all is somewhere    sum(x[k,j] + z[k,j] over j) = n[k]
             no stage is empty   sum(x[k,j] + z[k,j] over k) >= 1
             T is the slowest    sum(t x + t' z over J(r)) <= T
             memory suffices     sum((b + c s) x + (b' + c s') z over J(r)) <= L[r]
 
-Order, messages and shared tensors are left out: the programme of `divide` is never below it.
+Order, messages and shared tensors are left out, so that T is a lower bound for `divide`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from parcompiler.passes.divide.data import Load
 from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import SolverModel, Term, UndecidedError, Variable, solve
 
-TOLERANCE = 1e-6  # of the solver
+TOLERANCE = 1e-6  # relative, of the solver
 
 
 class _Way(NamedTuple):
-    """One of the ways in which a block may run; the seconds on each rank, or on any."""
+    """One way to run a block (once or twice): seconds on each rank, or one number for all."""
 
     seconds: tuple[float, ...]
     resident: int
@@ -42,7 +42,7 @@ class _Way(NamedTuple):
 
 
 def least_slowest_rank(task: DivisionTask) -> float:
-    """Seconds of a micro-batch on the slowest rank at least; infinite when nothing fits.
+    """Lower bound on the seconds of a micro-batch on the slowest rank; infinite if nothing fits.
 
     >>> heavy, twice = Load(1.0, resident=0, saved=4), Load(1.5, resident=0, saved=1)
     >>> given = [heavy] * 4, [], (0, 1), 4, [[(2,)], [(1,)]], [8.0, 8.0]
@@ -76,12 +76,12 @@ def least_slowest_rank(task: DivisionTask) -> float:
         return solve(model).objective * total / task.ranks
     except InfeasibleError:
         return math.inf
-    except UndecidedError:  # the solver's rounding: what is even is a bound as well
+    except UndecidedError:  # the solver's rounding: an even share is a bound as well
         return total / task.ranks
 
 
 def _even_parts_fit(task: DivisionTask) -> bool:
-    """Whether every stage can have as much of every block as all others, which is the optimum."""
+    """Whether every stage can have an equal part of every block, which is the optimum."""
     resident = sum(load.resident for load in task.loads) / task.ranks
     saved = sum(load.saved for load in task.loads) / task.stages
     fullest = (max(map(sum, counts)) for counts in task.held)
@@ -90,8 +90,8 @@ def _even_parts_fit(task: DivisionTask) -> bool:
 
 
 def _is_too_large(task: DivisionTask) -> bool:
-    """Whether the blocks take more than the memory of all ranks where each takes its least: most
-    programmes without an answer are told from that, without the solver."""
+    """Whether the blocks exceed the memory of all ranks even if each is where it takes least: tells
+    most infeasible programmes without the solver."""
     pairs = zip(task.limits, task.held, strict=True)
     places = {(limit, count) for limit, counts in pairs for count in max(counts, key=sum)}
     least = sum(
@@ -102,13 +102,14 @@ def _is_too_large(task: DivisionTask) -> bool:
 
 
 def _kinds(task: DivisionTask) -> Counter[tuple[str, tuple[_Way, ...]]]:
-    """How many blocks there are that may run in the same ways, with a letter for each way."""
+    """The number of blocks of each kind. A kind is a letter for each way to run (x, z), and those
+    ways."""
     pairs = zip(task.loads, task.again or [None] * len(task.loads), strict=True)
     return Counter(("xz", (_way(a), _way(b))) if b else ("x", (_way(a),)) for a, b in pairs)
 
 
 def _divide(model: SolverModel, task: DivisionTask) -> list[list[tuple[_Way, Variable]]]:
-    """The blocks of every kind are somewhere: by stage, how many of them run in which way."""
+    """Place all blocks: by stage, each way to run with the variable that counts its blocks."""
     found: list[list[tuple[_Way, Variable]]] = [[] for _ in range(task.stages)]
     for k, ((letters, ways), count) in enumerate(_kinds(task).items()):
         parts = []

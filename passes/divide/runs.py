@@ -1,12 +1,12 @@
 """The best division into runs of consecutive blocks: dynamic programmes over their ends.
 
-    blocks   | a b c | d e | f g h |      the labels of f are the best ways to divide a ... e into
-    stages       0      1      2          two stages; each becomes longer by every run that fits
+    blocks   | a b c | d e | f g h |      the labels at f are the best ways to divide a ... e into
+    stages       0      1      2          two stages; each is extended by every run that fits
 
-A run costs its seconds and those of the cheapest blocks to run twice until it fits (`twice`). Of
-the labels of the same blocks on the same stages those are kept that no other beats in the sum and
-in the slowest stage, and whose bound is below the best division known. So the division is the best
-of all with one stage per rank where every block reads of the one before it.
+A run costs its seconds, and those of the cheapest blocks to run twice so that it fits (`twice`). Of
+the labels of equal blocks on equal stages, those are kept that no other dominates (in the sum and
+in the slowest stage), and whose lower bound is below the best division known. So the division is
+optimal for one stage per rank if every block reads from the one before it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ StagesTwice = tuple[tuple[int, ...], frozenset[int]]
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks as one stage: units of time to receive what comes from outside, bytes
-    resident + in_flight * saved, and what one block takes for a moment."""
+    """Consecutive blocks as one stage: `moved` units of time to receive values from outside, bytes
+    resident + in_flight * saved, and the most bytes (`moment`) of a block while it computes."""
 
     moved: int = 0
     resident: int = 0
@@ -37,20 +37,20 @@ class BlockRun(NamedTuple):
     moment: int = 0
 
     def memory(self, in_flight: int) -> int:
-        """Bytes with so many micro-batches in flight."""
+        """Bytes with `in_flight` micro-batches."""
         return self.resident + in_flight * self.saved + self.moment
 
 
 class BlockRuns:
-    """The runs of a task, found when they are asked for."""
+    """The runs of a task, computed on request."""
 
     def __init__(self, task: DivisionTask) -> None:
         self._task = task
         self._known: list[list[BlockRun]] = [[] for _ in task.loads]
         sums = [list(itertools.accumulate(own, initial=0)) for own in task.cost[: task.ranks]]
         self._sums = [sums[rank] for rank in task.placement]
-        # What a block reads, with the block that made or read it before: a run that begins behind
-        # that one receives it here.
+        # By block, the values that it reads, each with the block that made or read it before: a
+        # run that begins after that one receives the value here.
         self._read: list[list[tuple[int, int, int]]] = [[] for _ in task.loads]
         for flow, units in zip(task.flows, task.move, strict=True):
             for before, q in itertools.pairwise((flow.producer, *sorted(flow.consumers))):
@@ -63,7 +63,7 @@ class BlockRuns:
                 last[item] = i
 
     def __call__(self, a: int, b: int) -> BlockRun:
-        """The blocks from a to before b."""
+        """The run of blocks a to b - 1."""
         known = self._known[a]
         while len(known) < b - a:
             i, run = a + len(known), known[-1] if known else BlockRun()
@@ -82,12 +82,13 @@ class BlockRuns:
         return known[b - a - 1]
 
     def seconds(self, j: int, a: int, b: int) -> int:
-        """Units of the blocks from a to before b on stage j, when nothing runs twice."""
+        """Units of blocks a to b - 1 on stage j, if none runs twice."""
         return self._sums[j][b] - self._sums[j][a] + self(a, b).moved
 
 
 class _Label(NamedTuple):
-    """The first `end` blocks on stages: the sum of their weights, the largest, their squares."""
+    """The first `end` blocks, divided into stages: the sum of the stages' weights, the largest, and
+    the sum of their squares."""
 
     total: float
     largest: float
@@ -96,7 +97,8 @@ class _Label(NamedTuple):
     before: _Label | None = None
 
 
-Weigh = Callable[[int, int, int], float | None]  # stage, begin and end of a run; None: too much
+# (stage, begin, end) -> weight of a run; None: too much
+Weigh = Callable[[int, int, int], float | None]
 
 
 def _labels(
@@ -106,9 +108,9 @@ def _labels(
     is_good: Callable[[_Label, int], bool] = lambda label, j: True,
     lows: Sequence[int] = (),
 ) -> list[_Label]:
-    """The labels of all blocks that are kept. Where a run weighs too much, no longer one is tried;
-    `is_good` says whether one with stages up to j may become the best. `lows` are the least ends of
-    stages."""
+    """The labels of all blocks on all stages. Where a run weighs too much, no longer one is tried.
+    `keep` selects among the labels with one end, `is_good` says whether a label with stages up to j
+    may become the best, `lows` are lower bounds on the ends of stages."""
     blocks, best = len(task.loads), {0: [_Label(0, 0, 0, 0)]}
     for j in range(task.stages):
         reached: dict[int, list[_Label]] = {}
@@ -151,8 +153,8 @@ def _stage_of(ends: Sequence[int]) -> tuple[int, ...]:
 
 
 def fastest_runs(task: DivisionTask) -> tuple[StagesTwice, int] | None:
-    """The fastest runs of a task with one stage per rank and what runs twice in them, and their
-    units of a step; None when none fit. Of equals those with the most even stages."""
+    """The fastest runs of a task with one stage per rank, the blocks that run twice in them, and
+    the units of the step; None when none fit. Of equals, the runs with the most even stages."""
     runs, further = BlockRuns(task), task.further
     known: dict[tuple[object, ...], Choice | None] = {}
     rest, slowest = _behind(task)
@@ -207,8 +209,8 @@ def fastest_runs(task: DivisionTask) -> tuple[StagesTwice, int] | None:
 
 
 def _behind(task: DivisionTask) -> tuple[list[list[int]], list[list[int]]]:
-    """By stage and block, units at least of the blocks from there on behind the stage, and of the
-    slowest rank there."""
+    """Lower bounds by stage and block, for this and all later blocks on the stages after this one:
+    the sum of their units, and the units of the slowest rank."""
     rests, slowest = [], []
     for j in range(task.stages):
         ranks = task.placement[j + 1 :]
@@ -219,12 +221,12 @@ def _behind(task: DivisionTask) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _lows(slowest: Sequence[Sequence[int]], cap: float) -> list[int]:
-    """The least end of each stage if no rank behind it takes longer than `cap`."""
+    """The least end of each stage if no later rank takes longer than `cap`."""
     return [bisect.bisect_left(own, True, key=lambda units: units <= cap) for own in slowest]
 
 
 def _unbeaten(labels: list[_Label]) -> list[_Label]:
-    """The labels that no other is as good as in the sum and in the slowest stage."""
+    """The labels that no other dominates in the sum and in the slowest stage."""
     found: list[_Label] = []
     for label in sorted(labels, key=lambda label: label[:3]):
         if not found or label.largest < found[-1].largest:
@@ -233,9 +235,9 @@ def _unbeaten(labels: list[_Label]) -> list[_Label]:
 
 
 def snug(task: DivisionTask) -> int:
-    """Units that the slowest stage of even ones needs, if memory does not bind: tried first.
+    """A cap on the units of a stage that even stages satisfy unless memory binds: tried first.
 
-    So the runs that are looked at grow with the number of blocks, and not with its square.
+    With it the number of runs to look at is linear in the number of blocks, not quadratic.
     """
     costs = [task.compute] if task.is_uniform else task.cost
     average = sum(map(sum, costs)) // len(costs) // task.stages
@@ -243,15 +245,15 @@ def snug(task: DivisionTask) -> int:
 
 
 def even_runs(task: DivisionTask) -> tuple[int, ...]:
-    """The runs whose seconds are most even, whatever their memory."""
+    """The runs whose seconds are most even, with unlimited memory."""
     placement = tuple(task.placement)
-    if task.is_uniform:  # then it is no matter which rank a stage is on
+    if task.is_uniform:  # then the rank of a stage does not matter
         placement = tuple(j % task.ranks for j in range(task.stages))
     bare = tuple(Load(load.seconds, 0, 0, by_rank=load.by_rank) for load in task.loads)
     return _even_runs(bare, tuple(task.flows), placement)
 
 
-@lru_cache(maxsize=64)  # schedules differ in what they hold, mostly
+@lru_cache(maxsize=64)  # most schedules differ only in what they hold
 def _even_runs(
     loads: tuple[Load, ...], flows: tuple[Flow, ...], placement: tuple[int, ...]
 ) -> tuple[int, ...]:
@@ -273,7 +275,7 @@ def _even_runs(
 
 
 def slowest_run(task: DivisionTask) -> int:
-    """Units of the slowest of stages at least, one for each rank, whatever their memory.
+    """Lower bound on the units of the slowest stage, with one stage per rank and unlimited memory.
 
     >>> loads = [Load(seconds, 0, 0) for seconds in (1.0, 2.0, 1.0, 1.0, 2.0, 1.0)]
     >>> task = DivisionTask(loads, [], range(3), 1, [], [])

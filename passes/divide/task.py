@@ -1,4 +1,4 @@
-"""The task of a division: its data in whole numbers, and what they say of every division."""
+"""A division problem in whole numbers, and bounds that hold for every division."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RESOLUTION = 2**56  # sums of whole seconds stay below it, and well inside 64 bi
 class DivisionTask:
     """A division problem, also in whole numbers: seconds in multiples of `unit`, and bytes.
 
-    Blocks are in topological order, and stage j is on rank `placement[j]`: each rank has equally
-    many, and none stays empty. `held` has for each rank the micro-batches in flight on its stages:
-    one vector for each moment that may be the fullest. `limits` are bytes of each rank, maybe
-    infinite. `again` has for each block what it is when it runs twice (longer, with less saved),
-    None for one that must not; where it is empty, none may.
+    Blocks are in topological order, and stage j is on rank `placement[j]`; each rank has equally
+    many stages, and no stage is empty. `held` has for each rank the micro-batches in flight on its
+    stages, as one vector for each moment that may be the fullest. `limits` are bytes of each rank,
+    maybe infinite. `again` has the load of each block when it runs twice (more seconds, fewer bytes
+    saved), or None if it must not; where `again` is empty, no block may.
     """
 
     loads: Sequence[Load]
@@ -41,7 +41,7 @@ class DivisionTask:
 
     @cached_property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return len(self.placement)
 
     @cached_property
@@ -51,7 +51,7 @@ class DivisionTask:
 
     @cached_property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.on)
 
     @cached_property
@@ -61,19 +61,19 @@ class DivisionTask:
 
     @cached_property
     def further(self) -> int:
-        """What the slowest rank weighs, in an objective that is `each` times the step."""
+        """Weight of the slowest rank in an objective that is `each` times the step."""
         return self.each * (self.microbatches - 1)
 
     @cached_property
     def unit(self) -> float:
-        """Seconds; all sums of the programme stay below RESOLUTION of them."""
+        """Seconds of one unit; all sums of the programme stay below RESOLUTION units."""
         total = math.fsum(max(load.by_rank, default=load.seconds) for load in self.loads)
         total += math.fsum(flow.seconds * len(flow.consumers) for flow in self.flows)
         return total * (self.stages + self.each * self.microbatches) / RESOLUTION or 1.0
 
     @cached_property
     def compute(self) -> list[int]:
-        """Units of each block, where it takes least."""
+        """Units of each block on the rank where it is fastest."""
         return [round(load.seconds / self.unit) for load in self.loads]
 
     @cached_property
@@ -84,13 +84,13 @@ class DivisionTask:
         return [[round(load.on(r) / self.unit) for load in self.loads] for r in range(self.ranks)]
 
     def least_on(self, ranks: Collection[int]) -> list[int]:
-        """Units of each block where it takes least of some ranks; of none, where it does at all."""
+        """Units of each block on its fastest rank of `ranks`, or of all where `ranks` is empty."""
         if self.is_uniform or not ranks:
             return self.compute
         return list(map(min, zip(*(self.cost[r] for r in ranks), strict=True)))
 
     def pace(self, ranks: Collection[int]) -> int | Fraction:
-        """Units of `least_on` that some ranks do together in one unit, at most.
+        """Upper bound on the units of `least_on` that these ranks do together in one unit of time.
 
         >>> slow = Load(1.0, 0, 0, by_rank=(1.0, 2.0, 4.0))
         >>> task = DivisionTask([slow] * 6, [], range(3), 1, [[(1,)]] * 3, [1] * 3)
@@ -103,12 +103,12 @@ class DivisionTask:
 
     @cached_property
     def even(self) -> int:
-        """Units of the slowest rank at least: those of blocks that may be cut anywhere."""
+        """Lower bound on the units of the slowest rank: that of blocks that may be cut anywhere."""
         return int(-(-sum(self.compute) // self.pace(range(self.ranks))))
 
     @cached_property
     def extra(self) -> list[list[int]]:
-        """Units more that each block takes on each rank when it runs twice."""
+        """By rank, the additional units of each block when it runs twice."""
         again = self.again or [None] * len(self.loads)
         pairs = [*zip(again, self.loads, strict=True)]
         times = [
@@ -122,7 +122,8 @@ class DivisionTask:
 
     @cached_property
     def kind_of(self) -> list[int]:
-        """Of each block, the first that is like it in all that decides which of them run twice."""
+        """For each block the first of its kind: blocks of a kind have equal bytes and equal seconds
+        to run again."""
         again = self.again or [None] * len(self.loads)
         first: dict[Hashable, int] = {}
         found = []
@@ -134,12 +135,12 @@ class DivisionTask:
 
     @cached_property
     def move(self) -> list[int]:
-        """Units of each flow."""
+        """Units to move each flow."""
         return [round(flow.seconds / self.unit) for flow in self.flows]
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """The most micro-batches in flight on each stage, whatever the others have."""
+        """The most micro-batches in flight on each stage, regardless of the other stages."""
         return [
             max(counts[self.on[rank].index(j)] for counts in self.held[rank])
             for j, rank in enumerate(self.placement)
@@ -156,7 +157,7 @@ class DivisionTask:
 
     @cached_property
     def room(self) -> list[int]:
-        """Bytes of each rank; more than `most` make no difference."""
+        """Bytes of each rank, `most` of them at most."""
         return [math.floor(min(limit, self.most)) for limit in self.limits]
 
     @cached_property
@@ -202,17 +203,17 @@ class DivisionTask:
         return sum(busy) + self.further * max(busy)
 
     def evaluate(self, stage_of: Sequence[int], twice: Collection[int] = ()) -> Evaluation:
-        """What a division costs when these blocks run twice."""
+        """Costs of a division when these blocks run twice."""
         loads = self.under(twice).loads if twice else self.loads
         return evaluate(loads, self.flows, stage_of, self.placement, self.microbatches, self.held)
 
     def fits(self, stage_of: Sequence[int]) -> bool:
-        """Whether a division takes no more memory than there is when nothing runs twice."""
+        """Whether a division fits in memory when nothing runs twice."""
         return all(map(float.__le__, map(float, self.evaluate(stage_of).memory), self.limits))
 
 
 def _worth(least: Sequence[int], costs: Sequence[Sequence[int]]) -> list[int | Fraction]:
-    """Units of `least` that are done in one of each of these costs, at most."""
+    """For each rank's costs, the most units of `least` that it does in one unit of time."""
     known: dict[tuple[int, ...], int | Fraction] = {}  # many ranks are alike
     for own in map(tuple, costs):
         if own not in known:
@@ -244,7 +245,7 @@ def _by_rank(task: DivisionTask) -> Iterator[tuple[float, ...]]:
 
 
 def _faults(task: DivisionTask) -> Iterator[str]:
-    """What is wrong; what follows a fault may rely on its absence."""
+    """The faults of a task. Later checks may rely on earlier ones."""
     placement, blocks = task.placement, len(task.loads)
     if not placement or task.microbatches < 1:
         yield (

@@ -1,17 +1,18 @@
-"""Which blocks of a rank run twice, so that they fit: the cheapest choice, exactly.
+"""The cheapest blocks of a rank to run twice so that all of them fit: exact.
 
 Given       kinds of blocks that are alike in time and bytes; c[t] blocks of kind t on the rank
             d[t]        units of time to run one again
-            s[t]        bytes that this frees; m[t], m'[t] what one takes while it computes,
+            s[t]        bytes that this frees; m[t], m'[t] bytes that one takes while it computes,
                         running once or twice
-            over        bytes by which the rank is over its limit, without those
-Decide      n[t]        how many of kind t run twice
-Minimize    sum(d[t] n[t]), then how many there are
+            over        bytes by which the rank is over its limit, without m and m'
+Decide      n[t]        number of blocks of kind t that run twice
+Minimize    sum(d[t] n[t]), then sum(n[t])
 Subject to  over - sum(s[t] n[t]) + a <= 0
             a >= m[t] if n[t] < c[t],  a >= m'[t] if n[t] > 0
 
-There are few kinds, as layers repeat, and so all choices are tried; where they are many the solver
-is asked. A rank with several stages has a row for each vector of micro-batches in flight.
+There are few kinds, as layers repeat, and so all choices are tried; the solver is asked where they
+are many. A rank with several stages has one such constraint for each vector of micro-batches in
+flight.
 
 >>> layers = BlockKind(4, again=3, freed=(10,), moment=2, moment_again=5)
 >>> [cheapest([layers], [over]) for over in (-2, 1, 36)]
@@ -33,13 +34,13 @@ from parcompiler.passes.divide.data import blocks_on, received_on, sizes
 from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import SolverModel, Variable, solve
 
-CHOICES = 4096  # that are tried one by one
+CHOICES = 4096  # most choices that are tried one by one
 
 
 class BlockKind(NamedTuple):
-    """Blocks of a rank that are alike; `again` are the units to run one a second time, or None.
+    """Equal `blocks` of a rank, by number; `again` are the units to run one a second time, or None.
 
-    `freed` has a number of bytes for each vector of micro-batches in flight.
+    `freed` are the bytes that this frees, for each vector of micro-batches in flight.
     """
 
     blocks: int
@@ -57,7 +58,8 @@ class Choice(NamedTuple):
 
 
 def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
-    """The cheapest choice that fits, of equals that of the first counts; None if none fits."""
+    """The cheapest choice that fits; of equals with the same number of blocks, the first in
+    lexicographic order. None if none fits."""
     most = [
         sum(kind.blocks * max(0, kind.freed[v]) for kind in kinds if kind.again is not None)
         for v in range(len(over))
@@ -82,7 +84,7 @@ def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
 
 @lru_cache(maxsize=64)  # layers repeat
 def _every(ends: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """All counts below these, a row for each choice, in their order."""
+    """All choices of counts below `ends`, one in a row, in lexicographic order."""
     return np.indices(ends).reshape(len(ends), -1).T
 
 
@@ -118,8 +120,8 @@ def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
 def cheapest_of(
     task: DivisionTask, rank: int, groups: Sequence[tuple[int, int, Sequence[int]]], over: list[int]
 ) -> Choice | None:
-    """`cheapest` on a rank for blocks of a task: a block of each kind, how many there are, and the
-    micro-batches in flight on their stage in each vector."""
+    """`cheapest` for blocks of a task on a rank. `groups` has a block of each kind, the number of
+    such blocks, and the micro-batches in flight on their stage in each vector."""
     kinds = []
     for i, count, in_flight in groups:
         load, twice = task.loads[i], task.again[i] if task.again else None
@@ -135,7 +137,7 @@ def cheapest_of(
 def spared(task: DivisionTask, stage_of: Sequence[int]) -> frozenset[int] | None:
     """The cheapest blocks to run twice on these stages; None when nothing fits.
 
-    Ranks do not depend on each other then. Of blocks of one kind the first ones are taken.
+    Ranks are independent of each other then. Of blocks of one kind the first ones are taken.
     """
     blocks = blocks_on(stage_of, task.stages)
     received = received_on(task.flows, stage_of, task.placement)
