@@ -1,22 +1,22 @@
-"""Find the order of compute on every rank whose step is shortest, for given seconds and bytes.
+"""Find the order of compute on every rank with the shortest step, for given seconds and bytes.
 
 Given       f[j], b[j], w[j]   seconds of forward, input backward, weight backward of stage j
             c[x], g[x]         seconds of each message x between ranks, and of its gradient
             s[j], L[r]         bytes of a micro-batch on stage j; bytes that rank r has for them
-            schedules          some that are known; they also say which rank has which stage
+            schedules          known ones to start from; they say which rank has which stage
 Decide      the order of F[j,i], I[j,i], W[j,i] on each rank
 Minimize    the end of the last action
 Subject to  a rank does one thing at once, a link carries one message at once      `timing`
             F[j,i] waits for the values, I[j,i] for the gradients that it needs    `timing`
             micro-batches in flight take no more than L[r]                         `has_room`
 
-[1] The best of the given schedules are annealed, and the best result once more (`anneal`). [2] That
-is mostly optimal: often simple bounds say so (`bounds`), else CP-SAT tries to prove it or to find a
-better order (`programme`). [3] Backwards in two parts become whole where that costs nothing
+[1] The best of the given schedules are annealed, and the best result once more (`anneal`). [2] The
+result is mostly optimal: often simple bounds prove it (`bounds`), else CP-SAT tries to prove it or
+to find a better order (`programme`). [3] Backwards in two parts are merged where that costs nothing
 (`merge`). All orders are judged by `timing`, whose arithmetic is the simulator's, so that the
-result is never longer than a given schedule.
+result is never slower than a given schedule.
 
-Ties: a given schedule wins when nothing is strictly shorter, the first of equals.
+Ties: the first of the best given schedules wins unless an order is strictly shorter.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from parcompiler.schedules import Schedule
 from parcompiler.solver import Status, relative_gap
 from parcompiler.timeline import Message, StageCost, timing
 
-EFFORT = 10.0  # about so many seconds of one core, at most
-ACTIONS = 2_500_000  # that are annealed per effort
-SOLVER = 0.1  # of CP-SAT's deterministic units per effort
-PROVEN = 1e-6  # a gap that is none: CP-SAT counts in 1/2**24 of the step
-NAMED = 2  # how many of the given schedules are tried on each placement
+EFFORT = 10.0  # limit of the search, about in seconds of one core
+ACTIONS = 2_500_000  # actions to anneal per unit of effort
+SOLVER = 0.1  # CP-SAT's deterministic units per unit of effort
+PROVEN = 1e-6  # relative gap that counts as none: CP-SAT counts in 1/2**24 of the step
+NAMED = 2  # given schedules to try on each placement, at most
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """A schedule, and how good it is.
 
-    No order with a placement that was given takes less than `bound` seconds; `gap` is what is left
-    to prove, relative to `step_time`.
+    `bound` is a lower bound on the seconds of every order with one of the given placements; `gap`
+    is (step_time - bound) / step_time.
     """
 
     schedule: Schedule
@@ -58,7 +58,7 @@ class SearchResult:
 
 @dataclass(slots=True)
 class _Incumbent:
-    """The shortest so far: a schedule given, or words found."""
+    """The shortest order so far: a given schedule, or words."""
 
     step_time: float = float("inf")
     schedule: Schedule | None = None
@@ -134,7 +134,7 @@ def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:
 
 
 def _named(start: Sequence[Schedule], tasks: Sequence[SearchTask]) -> _Incumbent:
-    """The shortest schedule given that fits into the memory."""
+    """The shortest given schedule that fits in memory."""
     best = _Incumbent()
     for task in tasks:
         for schedule in start:
@@ -147,9 +147,9 @@ def _named(start: Sequence[Schedule], tasks: Sequence[SearchTask]) -> _Incumbent
 
 
 def _improve(task: SearchTask, start: Sequence[Schedule], best: _Incumbent, effort: float) -> float:
-    """Offer better schedules of one placement; returns seconds that none of it falls below.
+    """Offer better schedules of one placement; returns a lower bound on the seconds of all of them.
 
-    One half of the effort is for all starts, the other for what came out best.
+    Half of the effort is for all starts, the other half for the best result.
     """
     bound = simple_bound(task)
     starts = _starts(task, start)
@@ -176,7 +176,7 @@ def _improve(task: SearchTask, start: Sequence[Schedule], best: _Incumbent, effo
 def _walk(
     task: SearchTask, starts: Sequence[Sequence[Word]], bound: float, effort: float
 ) -> Walked | None:
-    """The best that comes of annealing each of the starts, up to one that reaches the bound."""
+    """The best result of annealing the starts one by one, until one reaches the bound."""
     steps = int(effort * ACTIONS / len(starts) / sum(map(len, starts[0])))
     best: Walked | None = None
     for words in starts:
@@ -202,12 +202,12 @@ def _starts(task: SearchTask, start: Sequence[Schedule]) -> list[list[Word]]:
 
 
 def _lacking(task: SearchTask) -> bool:
-    """Whether one micro-batch alone is too much for a rank."""
+    """Whether one micro-batch alone exceeds the memory of a rank."""
     return any(need > limit for need, limit in zip(_least(task), task.limits, strict=True))
 
 
 def _least(task: SearchTask) -> tuple[int, ...]:
-    """The bytes of one micro-batch in flight on each rank, and all that is always there."""
+    """By rank, resident bytes and those of one micro-batch in flight."""
     return tuple(
         size + sum(task.sizes[j] for j, at in enumerate(task.placement) if at == rank)
         for rank, size in enumerate(task.resident)
@@ -215,7 +215,7 @@ def _least(task: SearchTask) -> tuple[int, ...]:
 
 
 def _refusal(task: SearchTask) -> InfeasibleError:
-    """What to say when no order fits: the rank that lacks most."""
+    """The error when no order fits, about the rank that lacks most."""
     words = task.one_at_a_time()
     least = _least(task) if _lacking(task) else task.peaks(words)
     rank = max(range(len(least)), key=lambda r: least[r] - task.limits[r])

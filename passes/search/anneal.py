@@ -2,12 +2,12 @@
 
 The critical path is a chain of actions and messages without a pause that lasts the whole step:
 
-    rank 0  F0 F1 .. .. .. B0 W0            only exchanging two neighbours [F1 B0] on one rank of
-    rank 1  .. F0 F1 B0 B1                  it, or moving one of them further, can shorten the step
-               [ F1 B0 ]
+    rank 0  F0 F1 .. .. .. B0 W0            the step can only become shorter if two neighbours of
+    rank 1  .. F0 F1 B0 B1                  the path on one rank, as [F1 B0], change places, or one
+               [ F1 B0 ]                    of them moves further
 
 A longer step is accepted with a probability that falls, first for large losses, then for small
-ones. One seed: the same start gives the same words.
+ones. The seed is fixed: the same start gives the same words.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from itertools import pairwise
 
 from parcompiler.passes.search.task import INFINITY, SearchTask, Word, last_end
 
-HOT, COLD = 0.05, 0.0005  # temperatures at the begin and the end, relative to the step time
+HOT, COLD = 0.05, 0.0005  # first and last temperature, relative to the step time
 ENOUGH = 20  # steps per action for the highest temperature; fewer steps begin colder
 ROUNDING = 1e-9
-FAR = 6  # how many neighbours an action passes at most
+FAR = 6  # most neighbours that an action passes in one move
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Walked:
 
 
 def anneal(task: SearchTask, start: Sequence[Word], steps: int, target: float) -> Walked | None:
-    """The best words found in some steps that fit into the memory; None if there are none.
+    """The best words found in `steps` steps that fit in memory; None if there are none.
 
-    Stops when the step takes `target` seconds, but for rounding.
+    Stops early when the step takes `target` seconds, up to rounding.
     """
     walk = _Walk(task, start)
     share = steps / max(ENOUGH * sum(map(len, start)), 1)
@@ -85,7 +85,7 @@ class _Walk:
             self.words[rank], self.time = old, before
 
     def _takes_more(self, rank: int, old: Word, new: Word) -> bool:
-        """Whether a new word takes more memory than there is, and more than the old one."""
+        """Whether a new word exceeds the memory of its rank, and takes more than the old one."""
         use = self.task.use(new)
         return use > self.rooms[rank] and use > self.task.use(old)
 
@@ -110,7 +110,7 @@ class _Walk:
         return new
 
     def _may_swap(self, first: int, second: int) -> bool:
-        """Whether two neighbours on a rank need not stand in this order: see `SearchTask`."""
+        """Whether two neighbours on a rank may change places: see `SearchTask`."""
         m = self.task.microbatches
         kind, other = first // m, second // m
         return kind != other and not (kind // 3 == other // 3 and first % m == second % m)
@@ -135,7 +135,8 @@ class _Walk:
         ]
 
     def _excess(self) -> list[float]:
-        """By rank, the bytes that are too many. Without buffers there is nothing to simulate."""
+        """By rank, the bytes above its limit. Only buffers and peaks within actions need the
+        simulation."""
         if self.buffered:
             peaks = self.task.peaks(self.words)
             return [peak - limit for peak, limit in zip(peaks, self.task.limits, strict=True)]
@@ -145,7 +146,7 @@ class _Walk:
         ]
 
     def _tighten(self, excess: Sequence[float]) -> None:
-        """Leave more room for buffers where they were too many, and go on from the best words."""
+        """Leave more room for buffers on ranks above their limits; go on from the best words."""
         for rank, size in enumerate(excess):
             self.rooms[rank] -= max(size, 0.0) / 2  # others may be fewer
         if self.best is not None:
@@ -157,7 +158,7 @@ class _Walk:
         return self.rank_of[first // m] == self.rank_of[second // m]
 
     def _critical_path(self) -> list[int]:
-        """Its actions, the last one first."""
+        """The actions of the critical path, the last one first."""
         if self.time == INFINITY:
             return []
         begins = self.moments.begins
@@ -170,7 +171,8 @@ class _Walk:
         return path
 
     def _cause(self, code: int, before: int | None, begin: float) -> int:
-        """What an action waited for: the one before it on its rank, or the maker of a message."""
+        """The action that another one waited for: the one before it on its rank, or the sender of a
+        message."""
         arrived, m = self.moments.ends, self.task.microbatches
         if before is not None and arrived[before] == begin:
             return before

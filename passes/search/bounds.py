@@ -1,13 +1,13 @@
-"""Seconds that no order of compute can fall below, from a few inequalities.
+"""Lower bounds on the step of every order of compute, from a few inequalities.
 
     rank 0  F0 F1 F2 .. .. .. B0 ...
     rank 1  .. F0 F1 F2 .. B0 ...                  [1] head: before the first forward of the rank
             [1]|<-- way -->|                       [2] way: from a forward to its backward
     rank 2  .. .. F0 F1 B0 ...           [3]       [3] tail: behind the last backward of the rank
 
-On a rank, all work stands between head and tail. Before its first backward there are only as many
-forwards as fit into the memory, behind its last forward only as many backwards. And each
-micro-batch takes memory for its way at least.
+All work of a rank stands between its head and its tail. At most as many forwards precede its first
+backward as fit in memory, and no more backwards follow its last forward. Each micro-batch takes
+memory at least for its way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Ways:
     def head(self) -> list[float]:
         """Before the forward."""
         task, head = self.task, [0.0] * len(self.task.placement)
-        for _ in head:  # as often as a chain can be long, whatever the order of the stages
+        for _ in head:  # a chain has no more stages than there are, in any order
             for x in task.messages:
                 for j in x.targets:
                     ready = head[x.source] + self.forward(x.source) + self.delay(x.source, j, 0)
@@ -37,7 +37,7 @@ class _Ways:
 
     @cached_property
     def way(self) -> list[float]:
-        """From the end of the forward to the begin of the backward."""
+        """From the end of the forward to the start of the backward."""
         task, way = self.task, [0.0] * len(self.task.placement)
         for _ in way:
             for k, x in enumerate(task.messages):
@@ -51,7 +51,7 @@ class _Ways:
 
     @cached_property
     def tail(self) -> list[float]:
-        """Behind the backward, or its part that others wait for."""
+        """After the backward, or after its part that other stages wait for."""
         task = self.task
         tail = [task.durations[3 * j + 2] for j in range(len(task.placement))]
         for _ in tail:
@@ -67,11 +67,11 @@ class _Ways:
         return self.task.durations[3 * j]
 
     def back(self, j: int) -> float:
-        """Seconds of a backward, or of its part that others wait for."""
+        """Seconds of a backward, or of its part that other stages wait for."""
         return self.task.durations[3 * j + 1]
 
     def delay(self, source: int, target: int, way: int, number: int | None = None) -> float:
-        """Seconds of the messages from stage to stage; none on one rank."""
+        """Seconds of a message between two stages (`way` 1: of its gradient); 0 on one rank."""
         if self.task.placement[source] == self.task.placement[target]:
             return 0.0
         candidates = self.task.messages if number is None else [self.task.messages[number]]
@@ -83,7 +83,7 @@ class _Ways:
 
 
 def simple_bound(task: SearchTask) -> float:
-    """The largest of the bounds of all ranks, and the way of one micro-batch."""
+    """The largest of the bounds of all ranks, and of the time of one micro-batch by itself."""
     ways = _Ways(task)
     alone = max(
         ways.head[j] + ways.forward(j) + ways.way[j] + ways.back(j) + ways.tail[j]
@@ -93,7 +93,7 @@ def simple_bound(task: SearchTask) -> float:
 
 
 def _rank_bound(task: SearchTask, ways: _Ways, rank: int) -> float:
-    """What the work and the memory of one rank say."""
+    """The lower bound from the work and the memory of one rank."""
     stages = [j for j, at in enumerate(task.placement) if at == rank]
     if not stages:
         return 0.0
@@ -122,7 +122,7 @@ def _rank_bound(task: SearchTask, ways: _Ways, rank: int) -> float:
 
 
 def _most(task: SearchTask, stages: list[int], rank: int, seconds: dict[int, float]) -> float:
-    """The most seconds of actions of which each takes memory, as fractions of a knapsack."""
+    """The most seconds of actions that fit in memory together: a fractional knapsack."""
     room = task.rooms[rank]
     total = 0.0
     for j in sorted(stages, key=lambda j: task.sizes[j] / seconds[j] if seconds[j] else 0.0):

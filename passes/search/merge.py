@@ -1,9 +1,10 @@
-"""Words back to orders of compute: whole backwards wherever they cost nothing.
+"""Turns words into orders of compute, with whole backwards wherever they cost nothing.
 
     I0 W0 F1 -> B0 F1       where W follows its I, one kernel launch and one line less
 
-The gradient leaves when a whole backward ends, that is later by its W, so each merge is judged by
-the step time: first all of a stage at once, then halves of them, and so on, `TRIALS` times at most.
+A whole backward sends its gradient at its end, later by the seconds of W. So each merge is judged
+by the step time: first all of a stage at once, then halves of them, and so on, `TRIALS` times at
+most.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ TRIALS = 500
 
 
 def merged(task: SearchTask, words: Sequence[Word]) -> Schedule:
-    """The schedule that words stand for, with as many whole backwards as do not lengthen it."""
+    """The schedule that words stand for, with whole backwards where they do not lengthen it."""
     limit = task.step_time(words)
     whole: set[int] = set()  # codes of I that stand for a whole backward
     stages = range(len(task.placement))
@@ -38,7 +39,7 @@ def merged(task: SearchTask, words: Sequence[Word]) -> Schedule:
 
 
 def _mergeable(task: SearchTask, words: Sequence[Word], stage: int) -> list[int]:
-    """The codes of I that their W follows at once."""
+    """The codes of I that are directly followed by their W."""
     m, word = task.microbatches, words[task.placement[stage]]
     return [
         code for code, after in pairwise(word) if code // m == 3 * stage + 1 and after == code + m

@@ -1,12 +1,11 @@
 """The search as an agenda for CP-SAT, in whole units of time, all seconds rounded down.
 
-[1] rows of actions of one class, and of messages on one way, are in the order of micro-batches;
-[2] a rank does one thing at once, a link carries one message at once;
-[3] what micro-batches take of a rank is a store; micro-batch i + n waits for micro-batch i where no
-    more than n fit.
+[1] actions of one class, and messages on one way, are in the order of micro-batches;
+[2] a rank does one thing at a time, a link carries one message at a time;
+[3] the memory of a rank is a store; micro-batch i + n waits for micro-batch i if only n fit.
 
-Rounding down and leaving out message buffers only make the agenda looser, so that its bound holds
-for every order; what its begins amount to is judged by the exact words that they give.
+Rounding down and leaving out message buffers relax the agenda, so that its bound holds for every
+order. Its start times give words, which are timed exactly.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from parcompiler.passes.search.anneal import Walked
 from parcompiler.passes.search.task import SearchTask, Word
 from parcompiler.solver import Agenda, UndecidedError, agree
 
-UNITS = 1 << 24  # of time in the step that is known
-SHARES = 1 << 12  # of the memory of a rank
+UNITS = 1 << 24  # units of time in the known step
+SHARES = 1 << 12  # units of memory on a rank
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class _Draft:
 
 
 def prove(task: SearchTask, best: Walked, effort: float) -> tuple[list[Word] | None, float]:
-    """Words that may be better than the best ones, and seconds that none can fall below."""
+    """Words that may be better than the best ones, and a lower bound on the seconds of any."""
     draft = _draft(task, best)
     agenda = draft.agenda
     try:
@@ -56,13 +55,13 @@ def prove(task: SearchTask, best: Walked, effort: float) -> tuple[list[Word] | N
 
 
 def _place(task: SearchTask, code: int) -> tuple[int, int]:
-    """Ties of actions that take no time: micro-batch by micro-batch, forwards first."""
+    """Breaks ties of actions that take no time: by micro-batch, forwards first."""
     kind, i = divmod(code, task.microbatches)
     return i, kind % 3
 
 
 def _draft(task: SearchTask, best: Walked) -> _Draft:
-    """The agenda of a task; all that is known to be no better is out of its horizon."""
+    """The agenda of a task; its horizon excludes orders that are no better than the best."""
     draft = _Draft(task, best.step_time / UNITS, Agenda(horizon=UNITS))
     m = task.microbatches
     for kinds in task.classes:
@@ -91,7 +90,7 @@ def _in_turn(draft: _Draft, numbers: Sequence[int]) -> None:
 
 
 def _send(draft: _Draft) -> None:
-    """Messages begin behind what sends them, one at once on each link. [2]"""
+    """Messages begin after the actions that send them, one at a time on each link. [2]"""
     m = draft.task.microbatches
     links: dict[tuple[int, int], list[int]] = {}
     for kind, sends in enumerate(draft.task.pipeline.sends):
@@ -111,7 +110,7 @@ def _send(draft: _Draft) -> None:
 
 
 def _wait(draft: _Draft) -> None:
-    """Actions begin behind what they need."""
+    """Actions begin after the messages and actions that they need."""
     m = draft.task.microbatches
     for kinds in draft.task.classes:
         for kind in kinds:

@@ -1,8 +1,8 @@
-"""What is searched: the codes of all actions, who waits for whom, and what each takes of a rank.
+"""The search problem: codes of all actions, their dependencies, and their seconds and bytes.
 
-A backward is I and W where a stage can leave a part of it for later, else I alone stands for it
-whole. The k-th forward of a stage is that of micro-batch k, and so are its I and W: micro-batches
-are alike, so exchanging their names loses nothing. An order is thus a word of letters per rank.
+A backward is I and W where a stage can leave a part of it for later, else I alone stands for the
+whole. The k-th forward of a stage is that of micro-batch k, and so are its k-th I and W:
+micro-batches are alike, so this loses nothing. An order is thus a word per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parcompiler.timeline.order import PLACE, OrderTasks
 from parcompiler.timeline.run import INFINITY, Moments, run
 
 Word = list[int]
-"""The codes of one rank in its order; see `OrderTasks` for what a code is."""
+"""The codes (see `OrderTasks`) of one rank's actions in their order."""
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -37,7 +37,7 @@ class SearchTask:
 
     @cached_property
     def pipeline(self) -> OrderTasks:
-        """Who waits for whom."""
+        """The dependencies of all actions."""
         return OrderTasks(self.placement, links_of(self.messages), self.microbatches)
 
     @cached_property
@@ -55,7 +55,7 @@ class SearchTask:
 
     @cached_property
     def durations(self) -> tuple[float, ...]:
-        """By class."""
+        """Seconds of an action, by class."""
         found = []
         for j, cost in enumerate(self.costs):
             parted = self.is_parted(j)
@@ -65,14 +65,14 @@ class SearchTask:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """By code, and by message behind."""
+        """Seconds by code: of all actions, then of all messages."""
         return self.pipeline.seconds(self.durations, pairs_of(self.messages))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """By stage, the bytes that a micro-batch takes at least from its forward to its backward.
+        """By stage, the least bytes that a micro-batch takes from its forward to its backward.
 
-        Between the two parts of a backward it takes what layers left, which may be less or more.
+        Between the two parts of a backward it takes `left` bytes, which may be less or more.
         """
         return tuple(
             min(copies + cost.saved, self.left(j)) if self.is_parted(j) else copies + cost.saved
@@ -92,7 +92,7 @@ class SearchTask:
 
     @cached_property
     def changes(self) -> tuple[int, ...]:
-        """By class, the bytes that an action takes, or gives back."""
+        """By class, the bytes that an action allocates, negative if it frees them."""
         found = []
         for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True)):
             left = self.left(j) if self.is_parted(j) else 0
@@ -102,7 +102,7 @@ class SearchTask:
 
     @cached_property
     def momentary(self) -> bool:
-        """Whether some action takes memory while it runs only."""
+        """Whether some action takes further memory while it runs."""
         return any(
             more
             for cost in self.costs
@@ -111,7 +111,7 @@ class SearchTask:
 
     @cached_property
     def resident(self) -> tuple[int, ...]:
-        """By rank, the bytes that are always there."""
+        """By rank, the resident bytes."""
         return tuple(
             sum(c.resident for c, r in zip(self.costs, self.placement, strict=True) if r == rank)
             for rank in range(self.pipeline.ranks)
@@ -141,7 +141,7 @@ class SearchTask:
         return self.costs[stage].weight > 0
 
     def words(self, schedule: Schedule) -> list[Word]:
-        """The orders of a schedule, with micro-batches in turn."""
+        """The orders of a schedule, with the micro-batches of each class in ascending order."""
         return [self._word(order) for order in schedule.orders]
 
     def _word(self, order: Sequence[Action]) -> Word:
@@ -155,7 +155,7 @@ class SearchTask:
         return word
 
     def _letters(self, order: Sequence[Action]) -> Iterator[int]:
-        """The classes of an order, backwards in as many parts as they can have."""
+        """The classes of an order, with backwards in two parts where the stage can have them."""
         for action in order:
             kind = 3 * action.stage + PLACE[action.kind]
             parted = self.is_parted(action.stage)
@@ -184,11 +184,11 @@ class SearchTask:
         return last_end(words, self.run(words).ends)
 
     def run(self, words: Sequence[Word], seconds: Sequence[float] | None = None) -> Moments:
-        """When everything begins and ends."""
+        """Start and end of every action and message, in seconds."""
         return run(self.pipeline.tasks, words, seconds or self.seconds)
 
     def use(self, word: Word) -> int:
-        """The most bytes of micro-batches in flight, but for buffers that come early or leave."""
+        """The most bytes of micro-batches in flight, without message buffers."""
         m, changes = self.microbatches, self.changes
         return max(accumulate((changes[code // m] for code in word), initial=0))
 
@@ -197,7 +197,7 @@ class SearchTask:
         return all(self.use(word) <= room for word, room in zip(words, self.rooms, strict=True))
 
     def fits(self, words: Sequence[Word], whole: Collection[int] = ()) -> bool:
-        """Whether the memory suffices, exactly."""
+        """Whether the memory suffices, by the exact peaks."""
         peaks = self.peaks(words, whole)
         return all(peak <= limit for peak, limit in zip(peaks, self.limits, strict=True))
 
@@ -207,7 +207,7 @@ class SearchTask:
         return order_peaks(self.pipeline, schedule.orders, self.costs, self.messages)
 
     def schedule(self, words: Sequence[Word], whole: Collection[int] = ()) -> Schedule:
-        """What words stand for; `whole` are the codes of I that stand for a whole backward."""
+        """The schedule of words; `whole` are the codes of I that stand for a whole backward."""
         orders = tuple(tuple(self._actions(word, whole)) for word in words)
         return Schedule("search", self.placement, orders)
 
