@@ -1,4 +1,4 @@
-"""Which strategy each node has on the ranks of the tensor axis: an integer programme.
+"""Choose the strategy of each node on the ranks of the tensor axis: an integer programme.
 
     Layer    linear(x, w)   ──► gelu ──► linear(y, v) ──► + x           what to split, where
              R  S(0)->S(2)      S(2)     S(2) S(1)->P     P → I: all-reduce     to exchange
@@ -9,14 +9,14 @@ Given       strategies  of each node (`spmd.strategies`), with seconds of arithm
                         collectives, forward and backward
             parameters  with the bytes of their states, and the seconds of their updates
 Decide      a strategy of each node, a placement of each parameter; blocks of one template decide
-            alike, and count as often as there are of them (`templates`)
+            alike, and count by their number (`templates`)
 Minimize    seconds of a micro-batch, with its part of the update
 Subject to  values are converted where maker and reader differ
             a parameter is in pieces only where all its readers take the same pieces
             states, and what the micro-batches in flight save, fit into 90 % of the memory of all
-            stages together, because which block goes where is decided later
+            stages together, because the stages of blocks are decided later
 
-`ilp_builder` makes the programme from the graph, and `ilp` has it in letters. Where nothing fits,
+`ilp_builder` makes the programme from the graph, `ilp` states and solves it. Where nothing fits,
 blocks may be recomputed, and all the memory may be filled; where that does not help either, the
 sharding with least memory is taken, and the stage pass says what is missing.
 """
@@ -54,22 +54,22 @@ __all__ = ["Assignment", "ShardPass", "assignment", "check", "decided"]
 
 @dataclass(frozen=True)
 class ShardPass(Pass):
-    """Decides `plan.sharding`; nothing without a tensor axis.
+    """Decides `plan.sharding`, if there is a tensor axis.
 
-    `part` is the part of the memory that may be filled.
+    `part` is the share of the memory that may be filled.
     """
 
     name: ClassVar[str] = "shard"
     part: float = 0.9
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """Split what pays."""
+        """Choose the sharding that is fastest and fits in memory."""
         if problem.mesh.tensor == 1:
             pinning.read(problem.options.sharding, problem.graph)  # pins must name something
             return plan
         if plan.sharding is not None:
             return plan
-        # The vocabulary's method changes nothing of it, nor whether blocks are offloaded.
+        # It does not depend on the vocabulary's method, nor on whether blocks are offloaded.
         kept = problem.selectively(problem.selective)
         chosen = kept.once(("sharding", self.part), lambda: decided(kept, self.part))
         return dataclasses.replace(plan, sharding=chosen)
@@ -88,7 +88,7 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
 
 
 def _candidates(problem: Problem, pins: Pins) -> Candidates:
-    """The choices of the nodes, found once for all meshes with so many tensor ranks of a device."""
+    """The choices of the nodes, cached for all meshes with as many tensor ranks of this device."""
     graph, device, ranks = problem.graph, problem.slowest_device, problem.mesh.tensor
 
     def find() -> Candidates:
@@ -100,8 +100,8 @@ def _candidates(problem: Problem, pins: Pins) -> Candidates:
 def _fitting(
     problem: Problem, candidates: Candidates, pins: Pins, part: float
 ) -> tuple[BuiltProgramme, Answer]:
-    """The fastest that fits; if none does, with blocks recomputed, and in all the memory; if none
-    does, the smallest."""
+    """The fastest sharding that fits; if none does, with blocks recomputed, then with all of the
+    memory filled; if none fits then, the one with least memory."""
     states = _states(problem)
     wanted = problem.options.recompute
     built: BuiltProgramme | None = None
@@ -119,8 +119,8 @@ def _fitting(
 
 
 def _states(problem: Problem) -> dict[str, StateCost]:
-    """Costs of an element of each parameter and buffer: all its states are read and, but for the
-    gradient, written once a step."""
+    """Costs of one element of each parameter and buffer. A step reads all its states once, and
+    writes all but the gradient."""
     device, options = problem.slowest_device, problem.options
     bandwidth = device.memory_bandwidth * device.efficiency.bandwidth * options.microbatches
     costs = {}
@@ -135,8 +135,8 @@ def _states(problem: Problem) -> dict[str, StateCost]:
 def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
     """The memory of the ranks of a pipeline.
 
-    As many micro-batches are in flight as the first rank of 1F1B has; all of them under schedules
-    that run every forward first.
+    The micro-batches in flight are those of the first rank of 1F1B, or all under schedules that run
+    every forward first.
     """
     mesh, options = problem.mesh, problem.options
     in_flight = min(mesh.pipeline, options.microbatches)
@@ -149,7 +149,7 @@ def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
 
 
 def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, StateCost]) -> str:
-    """A minimal set of pins that exclude each other, and parameters that they name."""
+    """The message about a minimal set of pins that exclude each other, and their parameters."""
     for pattern in pins.placements:
         fewer = pins.without(pattern)
         if not _possible(candidates, fewer, states):

@@ -1,4 +1,4 @@
-"""The graph of one rank of the context and expert axes, from which everything else goes on.
+"""The graph of one rank of the context and expert axes, from which the other passes start.
 
 whole graph ──► context (rows of sequences in pieces) ──► expert (experts in pieces) ──► passes
 """

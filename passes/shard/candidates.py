@@ -1,8 +1,9 @@
-"""Which strategies are open to each node, and which nodes are decided together.
+"""The strategies of each node that the programme may choose, and the nodes decided together.
 
-Nodes that only rename memory (views, items of several results) follow who makes the value, where
-nothing is lost by that: the value has no other reader, they take each of its types, and so has
-their result. All others decide for themselves; what they read may be converted.
+Nodes that only rename memory (views, items of several results) follow the node that makes the
+value, where nothing is lost by that: nothing else reads the value or their result, and they have
+one strategy for each type of the value. All other nodes are decided separately, and the values that
+they read may be converted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NO_WORK = NodeWork((), (), frozenset(), saves_result=False, saved_besides=0)
 
 @dataclass(frozen=True)
 class NodeChoices:
-    """A node that stands for others: its call, its work, and the strategies that it may take."""
+    """A node of the first block of a template: its call, its work, and its open strategies."""
 
     node: fx.Node
     call: NodeCall
@@ -69,7 +70,7 @@ class Candidates:
 
     @cached_property
     def nodes(self) -> Mapping[fx.Node, NodeChoices]:
-        """Every node that stands for others, in order."""
+        """The choices of every node of the first blocks, in order."""
         return {choices.node: choices for choices in self._all()}
 
     @cached_property
@@ -84,7 +85,7 @@ class Candidates:
         return tuple(NodeGroup(tuple(x), tuple(_together(x))) for x in members.values())
 
     def _all(self) -> Iterator[NodeChoices]:
-        """The strategies of each node that stands for others."""
+        """The choices of each node of the first blocks."""
         graph, n = self.folded.graph, self.costs.n
         differentiable, rows = graph.differentiable, rows_of(graph, self.costs.axis)
         nodes = [node for template in self.folded.templates for node in template.first.nodes]
@@ -107,8 +108,8 @@ class Candidates:
     ) -> bool:
         """Whether the programme may choose a strategy of a call.
 
-        Pieces are of one size, but for those of a vocabulary. No update in place reaches a copy:
-        what the prologue and the batch yield is whole (`R`), and may be updated as such only.
+        Pieces must have equal sizes, except those of a vocabulary. No update in place may reach a
+        copy: values of the prologue and the batch are whole (`R`), and are updated only as such.
         """
         graph = self.folded.graph
         shapes: list[Shape] = [*call.shapes, *call.result_shapes]
@@ -135,7 +136,7 @@ class Candidates:
 
     def _leaves_samples(self, call: NodeCall, strategy: Strategy) -> bool:
         """Whether a strategy for context ranks splits neither parameters nor the samples of a
-        batch, which are what tensor and data ranks share out."""
+        batch: tensor and data ranks split those."""
         shapes: list[Shape] = [*call.shapes, *call.result_shapes]
         types = [*strategy.inputs, *strategy.outputs]
         split = [
@@ -151,13 +152,13 @@ class Candidates:
 
     @cached_property
     def _samples(self) -> frozenset[int]:
-        """The sizes of first dimensions that count samples, or rows of several samples."""
+        """Sizes of a first dimension that means samples, or the rows of several samples."""
         shapes = [spec.shape for spec in self.folded.graph.inputs if len(spec.shape) > 1]
         rows = {shape[0] * shape[1] for shape in shapes if shape[0] > 1}
         return frozenset({shape[0] for shape in shapes} | rows)
 
     def _followed(self, member: NodeChoices) -> fx.Node | None:
-        """The node that a member follows."""
+        """The node that a member follows, if any."""
         call, home = member.call, self.folded.home
         if len(call.operands) != 1 or home.get(call.operands[0].node) != home[member.node]:
             return None
@@ -177,7 +178,7 @@ class Candidates:
 
 
 def _together(members: Sequence[NodeChoices]) -> Iterator[tuple[Strategy, ...]]:
-    """The choices of members of which each, but the first, follows one before it."""
+    """The choices of a group: every member but the first follows an earlier one."""
     number = {member.node: place for place, member in enumerate(members)}
     for first in members[0].strategies:
         chosen = [first]
@@ -193,7 +194,7 @@ def _together(members: Sequence[NodeChoices]) -> Iterator[tuple[Strategy, ...]]:
 
 
 def result_index(call: NodeCall) -> int:
-    """Which of the tensors of a node with several a call takes; 0 for other calls.
+    """The number of the tensor that an item call takes of several results; 0 for other calls.
 
     >>> from parcompiler.spmd.simulate import example
     >>> import torch

@@ -1,4 +1,4 @@
-"""Rows for context ranks: the graph of one of them, which the rest of the compiler goes on from.
+"""Divide the rows of sequences over context ranks: the graph of one rank, for all later passes.
 
     tokens [b, s] ─► take [b, s/c] ─► embedding ─► layers ─► loss of the own rows ─► all-reduce
 
@@ -7,16 +7,16 @@
              arXiv 2309.14509)
     rows     own rows of q; k and v are gathered, and their gradients reduce-scattered (Llama 3,
              arXiv 2407.21783, section 3.3.2)
-    ring     k and v go round, their gradients behind them, beside the attention to those before
+    ring     k and v go round, followed by their gradients, while the rank attends to those it has
              (Ring Attention, arXiv 2310.01889)
-    whole    what nothing splits is computed by all
+    whole    computed by all ranks, if nothing splits it
 
-    Rows that a mixture of experts sorts each rank sorts for itself (`spmd/sorting`).
+    Each rank sorts its own rows of a mixture of experts (`spmd/sorting`).
 
-The programme is that of the tensor axis (`ilp`), with fewer choices: parameters are whole (`R`:
-every rank has a summand of their gradients, which are summed with those of the data ranks), and
-neither they nor samples of a batch are split. Work that ranks do not share counts a hundredfold:
-the axis is there to hold rows in pieces, and what is whole is whole in memory too.
+The programme is that of the tensor axis (`ilp`), with fewer choices: neither parameters nor samples
+of a batch are split. Parameters are whole (`R`): every rank has a summand of their gradients, which
+are summed with those of the data ranks. Work that ranks do not share counts a hundredfold: the axis
+is there to hold rows in pieces, and whole values are also whole in memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
 
-LONG = 4096  # positions of a row from which memory alone may be worth the axis
+LONG = 4096  # positions of a row from which on memory alone may justify the axis
 
 
 def on_context_ranks(problem: Problem, plan: Plan | None = None) -> Problem:
-    """The problem of one context rank; as the `plan` says, if there is one.
+    """The problem of one context rank; with the sharding of `plan`, if there is one.
 
     Raises InputError for an input whose rows the ranks cannot share equally, PlanError for a plan
     that the graph cannot have.
@@ -57,15 +57,15 @@ def on_context_ranks(problem: Problem, plan: Plan | None = None) -> Problem:
         chosen = (None if plan is None else plan.context) or _decided(problem)
         return of_one_rank(graph, problem, chosen), chosen
 
-    # The same for all meshes with such ranks.
+    # All meshes with such ranks have the same graph.
     key = "context", n, mesh.tensor, device, plan and plan.context
     made, chosen = graph.once(key, pieces)
     return problem.anew(graph=made, context=chosen)
 
 
 def of_one_rank(graph: Graph, problem: Problem, chosen: Sharding) -> Graph:
-    """The graph of one context rank of the whole `graph`: that of the problem, in its precision or
-    in another, which has fewer casts."""
+    """One context rank's part of `graph`, which is the whole graph of the problem, in its precision
+    or in another with fewer casts."""
     n, apart = problem.mesh.context, problem.mesh.tensor
     whole = problem.graph.undivided or problem.graph
     by_name = {node.name: s for node, s in assigned_by(chosen, whole, n, "context").items()}
@@ -75,7 +75,7 @@ def of_one_rank(graph: Graph, problem: Problem, chosen: Sharding) -> Graph:
 
 
 def _decided(problem: Problem) -> Sharding:
-    """The fastest sharding; memory is left to the passes behind."""
+    """The fastest sharding; later passes take care of memory."""
     graph, mesh = problem.graph, problem.mesh
     pins = pinning.read("auto", graph)
     costs = ShardCosts(graph, problem.slowest_device, mesh.context, "context", mesh.tensor)
@@ -87,15 +87,15 @@ def _decided(problem: Problem) -> Sharding:
 
 
 def positions(graph: Graph) -> int:
-    """What degrees of context ranks divide: the positions of every input; 1 where no attention
-    mixes them."""
+    """The number that the degree of context ranks must divide: the greatest common divisor of the
+    positions of all inputs; 1 where no attention mixes positions."""
     rows = [spec.shape[1] for spec in graph.inputs if len(spec.shape) > 1 and spec.shape[1] > 1]
     attends = any(name_of(x) == "scaled_dot_product_attention" for x in graph.fx_graph.nodes)
     return math.gcd(*rows) if attends and rows else 1
 
 
 def _check_rows(graph: Graph, n: int) -> None:
-    """Refuse inputs whose rows are not the same number on every rank."""
+    """Raise InputError for inputs whose positions `n` ranks cannot share equally."""
     rows = {spec.key: spec.shape[1] for spec in graph.inputs if len(spec.shape) > 1}
     if not rows:
         message = f"context={n} splits rows of positions, and no input has any: take context=1"

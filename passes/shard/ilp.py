@@ -6,9 +6,9 @@
 
 Given       c[g,s]      seconds of choice s of decision g, and b[g,s], its bytes
             edges       (g, h), with the type a that each choice of g gives, the type t that each
-                        choice of h needs, and the pairs (a, t) that a conversion leads through
+                        choice of h needs, and the pairs (a, t) for which there is a conversion
             costs       seconds and bytes of a conversion or a value that several edges share: due
-                        once when one of several events occurs, a choice or a pair of types
+                        once when any of several events (a choice, or a pair of types) occurs
             budget      of bytes
 Decide      x[g,s]      whether decision g has choice s
             e[k,a,t]    whether edge k leads from type a to type t
@@ -20,11 +20,11 @@ Subject to  each decision has one choice                    sum over s of x[g,s]
             a shared cost is due with each of its events    z[q] >= e or x               (_share)
             memory suffices                                 bytes <= budget              (_fit)
 
-This is the formulation of Alpa's intra-operator pass (2201.12023, section 4.2), but for the costs
-that edges share. Its linear relaxation is nearly always whole (it is a chain of small transport
-problems), so it is solved first. Edges with one type at an end need no variables of their own, nor
-shared costs with one event. The number of variables depends on the distinct layers of a model, not
-on their number: blocks of one template stand here once, with their seconds times their number.
+This is the formulation of Alpa's intra-operator pass (2201.12023, section 4.2), except for the
+costs that edges share. Its linear relaxation is nearly always integral (it is a chain of small
+transport problems), so it is solved first. Edges with one type at an end need no variables of their
+own, nor do shared costs with one event. The number of variables depends only on the distinct layers
+of a model: blocks of one template are one here, with their seconds times their number.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EdgeEnd:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value on its way to who needs it, and the pairs of types that it may have at both ends."""
+    """A value from its maker to a reader, and the pairs of types that it may have at the ends."""
 
     name: str
     source: EdgeEnd
@@ -71,7 +71,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class EdgeEvent:
-    """An edge leads through one of these pairs."""
+    """The event that an edge has one of these pairs of types."""
 
     edge: int
     pairs: frozenset[Pair]
@@ -79,7 +79,7 @@ class EdgeEvent:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEvent:
-    """A decision has one of these choices."""
+    """The event that a decision has one of these choices."""
 
     decision: int
     choices: frozenset[int]
@@ -109,7 +109,7 @@ class Programme:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A choice of each decision, its bytes, and the solver's bound and gap of its seconds."""
+    """A choice of each decision, their bytes, and the solver's bound and gap of the seconds."""
 
     choices: tuple[int, ...]
     nbytes: float
@@ -187,14 +187,14 @@ class LinearModel:
         return terms
 
     def _by_type(self, end: EdgeEnd) -> dict[Placement, list[Term]]:
-        """The choices of a decision by the type that an edge has at this end under them."""
+        """The choices of the decision at this end of an edge, by the type that they give it."""
         terms: dict[Placement, list[Term]] = {}
         for variable, placement in zip(self.variables[end.decision], end.types, strict=True):
             terms.setdefault(placement, []).append((1, variable))
         return terms
 
     def _share(self, number: int, cost: SharedCost) -> None:
-        """A shared cost is due with each of its events."""
+        """A shared cost is due if any of its events occurs."""
         events = [terms for event in cost.events if (terms := self._terms(event))]
         if not events or not (cost.seconds or cost.nbytes):
             return
@@ -207,11 +207,11 @@ class LinearModel:
         self._cost([(1, due)], cost.seconds, cost.nbytes)
 
     def _terms(self, event: Event) -> list[Term]:
-        """The sum that is 1 when an event occurs."""
+        """Terms whose sum is 1 when an event occurs."""
         if isinstance(event, ChoiceEvent):
             return [(1, self.variables[event.decision][choice]) for choice in sorted(event.choices)]
         by_pair = self.edge_terms[event.edge]
-        if len(event.pairs) == 1:  # as nearly all have
+        if len(event.pairs) == 1:  # nearly always
             (only,) = event.pairs
             return by_pair.get(only, [])
         return [term for pair, terms in by_pair.items() if pair in event.pairs for term in terms]
@@ -246,7 +246,7 @@ def bytes_of(data: Programme, choices: Sequence[int]) -> float:
 
 
 def due(data: Programme, choices: Sequence[int]) -> Iterator[SharedCost]:
-    """The shared costs of which an event occurs."""
+    """The shared costs with an event that occurs."""
     pairs = [pair_of(edge, choices) for edge in data.edges]
 
     def occurs(event: Event) -> bool:

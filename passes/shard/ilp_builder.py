@@ -1,14 +1,14 @@
 """Builds the integer programme of a folded graph: decisions, edges, and costs that edges share.
 
-Conversions are made once in each block that needs them, for each type that it needs, as
-`spmd.shard` makes them. A tensor of the model is held in pieces only where all who read it take the
-same pieces, else whole (`I`, or `R` without a gradient).
+Each block makes a conversion once for each type that it needs, as in `spmd.shard`. A tensor of the
+model is held in pieces only where all its readers take the same pieces, else whole (`I`, or `R`
+without a gradient).
 
 Memory is that of all stages together, divided by their number: the parameters with gradient and
 optimizer states, and the values that are saved for the backward of each micro-batch in flight. A
-saved value counts once for each form that it is saved in: as its maker makes it, and as it is
-converted (whole and gathered from pieces, say). Views share it with their base. Under selective
-recomputation what runs again is not saved, and of gathers the pieces.
+saved value counts once for each form in which it is saved: as it is made, and as it is converted
+(gathered from pieces, say). Views share the memory of their base. Under selective recomputation,
+results of operators that run again are not saved, and of gathered values only the pieces are.
 
     add ─► x ──────────────► layer_norm      saves x as it was made: one cost for each type of x,
              └─ all-gather ─► linear         due with any of its events; and saves the gathered x
@@ -49,8 +49,8 @@ GATHERS = frozenset({("S", "R"), ("S", "I")})  # kinds of types between which pi
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes on each rank, ranks of the pipeline, micro-batches in flight on a rank; and what is
-    saved of each."""
+    """Bytes on each rank, ranks of the pipeline, micro-batches in flight on a rank, and what counts
+    as saved of each micro-batch."""
 
     nbytes: float
     stages: int
@@ -61,8 +61,8 @@ class MemoryBudget:
 class SavedValues(NamedTuple):
     """What counts as saved for the backward.
 
-    `recomputed` says that blocks are recomputed, and save no more than their inputs. With
-    `selective` recomputation cheap operators run again, and nothing of them is saved.
+    `recomputed`: blocks are recomputed, and save only their inputs. `selective`: cheap operators
+    run again, and nothing of them is saved.
     """
 
     recomputed: bool = False
@@ -70,8 +70,8 @@ class SavedValues(NamedTuple):
 
 
 class StateCost(NamedTuple):
-    """One element of a tensor of the model: its bytes with gradient and optimizer states, and the
-    seconds of its update, a micro-batch's part of them."""
+    """Costs of one element of a tensor of the model: bytes with gradient and optimizer states, and
+    seconds of its update, divided by the number of micro-batches."""
 
     nbytes: float
     seconds: float = 0.0
@@ -79,8 +79,8 @@ class StateCost(NamedTuple):
 
 @dataclass(frozen=True)
 class BuiltProgramme:
-    """The programme, and what its decisions are about: groups of nodes, then tensors. Its bytes are
-    those of each of so many micro-batches in flight."""
+    """The programme, and the subjects of its decisions: groups of nodes, then tensors. Its bytes
+    are those of one of the `in_flight` micro-batches."""
 
     programme: Programme
     groups: tuple[NodeGroup, ...]
@@ -89,8 +89,8 @@ class BuiltProgramme:
 
 
 class _Form(NamedTuple):
-    """What the programme has whatever tensors cost: decisions of groups of nodes, how tensors may
-    be held, edges, shared costs."""
+    """The part of the programme that does not depend on the costs of tensors: decisions of groups
+    of nodes, possible placements of tensors, edges, shared costs."""
 
     groups: tuple[Decision, ...]
     tensors: Mapping[TensorGroup, tuple[Placement, ...]]
@@ -104,10 +104,10 @@ def build(
     states: Mapping[str, StateCost],
     memory: MemoryBudget | None,
 ) -> BuiltProgramme:
-    """The programme of a folded graph; `states` say what elements of its tensors cost, if known.
+    """The programme of a folded graph; `states` has the costs of elements of its tensors, if known.
 
-    Its bytes are those of each micro-batch in flight, so that all but the costs of tensors is the
-    same for every mesh with so many tensor ranks.
+    Its bytes are those of one micro-batch in flight, so that only the costs of tensors differ
+    between meshes with the same number of tensor ranks.
     """
     saved = None if memory is None else memory.saved
     in_flight = 1 if memory is None else memory.in_flight
@@ -134,7 +134,7 @@ def _held(
     ranks: int,
     part: float,
 ) -> Decision:
-    """How the tensors of a group are held on a rank, with so large a part of their bytes."""
+    """The decision how a rank holds the tensors of a group; bytes are multiplied by `part`."""
     alike = Counter((x.shape, states.get(x.name, StateCost(0.0))) for x in tensor.items)
 
     def cost(placement: Placement) -> StateCost:
@@ -154,7 +154,7 @@ class _EdgeStart(NamedTuple):
     """Where an edge starts. `key` identifies the value, `carries` says that it has a gradient.
 
     `node` is the node of a block that makes it; `stored` says that it is a tensor of the model,
-    and `pinned` that the user demands something of it.
+    and `pinned` that the user pinned its placement.
     """
 
     key: object
@@ -172,8 +172,8 @@ class _EdgeStart(NamedTuple):
 class _SharedConversions:
     """The edges of one value into one template: each block converts it once for all of them.
 
-    `count` blocks read it so, `carries` says that gradients come back, `again` that the value runs
-    again, and `saving` are the edges to the nodes that save it for their backward.
+    `count` blocks read it from there, `carries` says that gradients come back, `again` that the
+    value is computed again, and `saving` are the edges to nodes that save it for their backward.
     """
 
     count: int
@@ -185,8 +185,8 @@ class _SharedConversions:
 
 
 class _ProgrammeBuilder:
-    """The programme of one micro-batch in flight while it is put together; `saved` is None where
-    memory does not count."""
+    """Builds the programme of one micro-batch in flight; `saved` is None where memory does not
+    count."""
 
     def __init__(self, candidates: Candidates, pins: Pins, saved: SavedValues | None) -> None:
         self.candidates = candidates
@@ -203,8 +203,8 @@ class _ProgrammeBuilder:
         }
         first = len(candidates.groups)
         self.tensor_number = {t: first + k for k, t in enumerate(self.folded.tensor_groups)}
-        # For each node that makes memory the edges through which it, or a view of it, is saved;
-        # and the nodes whose memory one of their own group saves.
+        # For each node that makes memory, the edges to readers that save it or a view of it; and
+        # the nodes whose memory a node of their own group saves.
         self.saved_by: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         self.saved_inside: set[fx.Node] = set()
         graph, blocks = self.folded.graph, [one.first for one in self.folded.templates]
@@ -213,14 +213,14 @@ class _ProgrammeBuilder:
         self.again: frozenset[fx.Node] = frozenset[fx.Node]().union(*again)
 
     def form(self) -> _Form:
-        """All of it."""
+        """Build everything that does not depend on the costs of tensors."""
         self.add_edges()
         groups, shared = tuple(self.decisions()), tuple(self.shared_costs())
         return _Form(groups, self.tensors, tuple(self.edges), shared)
 
     @cached_property
     def tensors(self) -> dict[TensorGroup, tuple[Placement, ...]]:
-        """How each tensor of the model may be held: whole, or in pieces that someone reads."""
+        """Possible placements of each tensor of the model: whole, or in pieces that nodes read."""
         pieces: dict[TensorGroup, set[Placement]] = {t: set() for t in self.folded.tensor_groups}
         for member in self.candidates.nodes.values():
             for place, operand in enumerate(member.call.operands):
@@ -240,7 +240,7 @@ class _ProgrammeBuilder:
     # Decisions
 
     def decisions(self) -> Iterator[Decision]:
-        """The groups of nodes."""
+        """The decisions of the groups of nodes."""
         for group in self.candidates.groups:
             count = self._count(group.members[0].node)
             seconds, nbytes = (
@@ -268,8 +268,8 @@ class _ProgrammeBuilder:
     # Edges
 
     def add_edges(self) -> None:
-        """An edge for each value that a node reads, by each way that leads there; the loss, or what
-        a shared head reads, comes out whole, with a whole gradient."""
+        """Add an edge for each value that a node reads and each of its sources. The loss, or the
+        input of a shared head, must be whole, and so must its gradient."""
         for number, template in enumerate(self.folded.templates):
             inputs = {node: place for place, node in enumerate(template.first.inputs)}
             for node in template.first.nodes:
@@ -288,7 +288,7 @@ class _ProgrammeBuilder:
     def _add_operand(
         self, number: int, inputs: Mapping[fx.Node, int], reader: NodeChoices, place: int
     ) -> None:
-        """The edges that lead to one operand of a node."""
+        """Add the edges to one operand of a node."""
         node, count = reader.call.operands[place].node, len(self.folded.templates[number].blocks)
         if node.name in self.folded.graph.by_node:
             self._connect(self._tensor(node.name), reader, place, count, number)
@@ -305,7 +305,7 @@ class _ProgrammeBuilder:
                 self.saved_inside.add(self._base(node))
 
     def _made(self, node: fx.Node, reader: NodeChoices, place: int) -> _EdgeStart:
-        """The edge start of the result of a node that an operand is."""
+        """The edge start of an operand that `node` makes."""
         return self._result(node, _operand_result(reader, place))
 
     def _result(self, node: fx.Node, result: int) -> _EdgeStart:
@@ -344,7 +344,7 @@ class _ProgrammeBuilder:
         )
 
     def _whole(self, carries: bool) -> EdgeEnd:
-        """The end of a value that leaves the blocks, or comes from none: whole, as its gradient."""
+        """The end of an edge outside all blocks: there value and gradient are whole."""
         return EdgeEnd(
             len(self.candidates.groups) + len(self.tensor_number), (I if carries else R,)
         )
@@ -352,7 +352,7 @@ class _ProgrammeBuilder:
     def _connect(
         self, source: _EdgeStart, reader: NodeChoices, place: int, count: int, number: int
     ) -> None:
-        """The edge of a value to one who reads it in `count` blocks of a template."""
+        """Add the edge of a value to a reader in `count` blocks of a template."""
         operand, group = reader.call.operands[place], self.number[reader.node]
         carries = reader.call.gradients[place] and source.carries
         target = EdgeEnd(group, self.candidates.groups[group].needs(reader.node, place))
@@ -387,7 +387,7 @@ class _ProgrammeBuilder:
         *,
         ending: bool = False,
     ) -> int:
-        """Add an edge with the pairs of types that may stand at its ends."""
+        """Add an edge with the pairs of types that it may have at its ends; returns its number."""
         pairs = {(a, t) for a in source.end.types for t in target.types}
         allowed = frozenset(
             pair
@@ -400,8 +400,8 @@ class _ProgrammeBuilder:
     # Costs that edges share
 
     def shared_costs(self) -> Iterator[SharedCost]:
-        """Conversions, and what is saved for the backward: values as they are made, and as they are
-        converted."""
+        """The costs of conversions, and of values saved for the backward: as they are made, and as
+        they are converted."""
         for shared in self.conversions.values():
             for pair, events in _by_pair(shared.edges, self.edges).items():
                 nbytes, carries = shared.nbytes, shared.carries
@@ -416,14 +416,14 @@ class _ProgrammeBuilder:
             for (a, t), events in _by_pair(shared.saving, self.edges).items():
                 is_gathered_again = self.saved.selective and (a.kind, t.kind) in GATHERS
                 if is_gathered_again and shared.again:
-                    continue  # and what is gathered is made again
+                    continue  # the value itself is made again, too
                 if not _is_same_memory(a, t):
                     saved_form = a if is_gathered_again else t
                     size = self._on_rank(shared.count * shared.nbytes, saved_form)
                     yield SharedCost(events, 0.0, size)
 
     def _saved_as_made(self, base: fx.Node, saved: SavedValues) -> Iterator[SharedCost]:
-        """The memory that a node makes, where it, or one who reads it or a view, saves it."""
+        """The memory that a node makes, if the node, or a reader of it or of a view, saves it."""
         if base in self.again:
             return
         member, number = self.candidates.nodes[base], self.number[base]
@@ -444,11 +444,11 @@ class _ProgrammeBuilder:
                     yield SharedCost(tuple(dict.fromkeys(events)), 0.0, nbytes)
 
     def _on_rank(self, nbytes: int, placement: Placement) -> float:
-        """Bytes of values of that type on a rank."""
+        """Bytes of values of this type on a rank."""
         return nbytes / self.costs.n if placement.kind == "S" else float(nbytes)
 
     def _base(self, node: fx.Node) -> fx.Node:
-        """The node whose memory a value lies in, as far as its group goes."""
+        """The node of the same group in whose memory a value lies."""
         member = self.candidates.nodes[node]
         while not member.call.is_item and member.work.is_free and len(member.call.operands) == 1:
             before = member.call.operands[0].node
@@ -461,7 +461,7 @@ class _ProgrammeBuilder:
 def _is_allowed(source: _EdgeStart, a: Placement, t: Placement, carries: bool) -> bool:
     """Whether a value of type `a` may be read as type `t`."""
     if source.pinned and a.is_whole and t.kind == "S":
-        return False  # what is pinned whole is read whole: pieces of it would be held as such
+        return False  # else it would be held in pieces, not whole as pinned
     if a == t or (a.is_whole and t.is_whole and not carries):
         return True
     if not source.convertible or (source.stored and a.kind == "S"):
@@ -472,7 +472,7 @@ def _is_allowed(source: _EdgeStart, a: Placement, t: Placement, carries: bool) -
 
 
 def _by_pair(numbers: Sequence[int], edges: Sequence[Edge]) -> dict[Pair, tuple[Event, ...]]:
-    """For each pair of types the events that one of these edges leads through it."""
+    """For each pair of types, the events that one of these edges has it."""
     events: dict[Pair, list[Event]] = {}
     for number in numbers:
         for pair in sorted(edges[number].allowed, key=str):
@@ -481,7 +481,7 @@ def _by_pair(numbers: Sequence[int], edges: Sequence[Edge]) -> dict[Pair, tuple[
 
 
 def _read_as_made(edge: Edge, number: int, choices: set[int]) -> Iterator[EdgeEvent]:
-    """The event that an edge reads memory as one of these choices makes it."""
+    """The event that an edge reads memory unconverted, as one of these choices makes it."""
     types = {edge.source.types[choice] for choice in choices}
     pairs = frozenset(p for p in edge.allowed if p[0] in types and _is_same_memory(*p))
     if pairs:
@@ -489,12 +489,13 @@ def _read_as_made(edge: Edge, number: int, choices: set[int]) -> Iterator[EdgeEv
 
 
 def _is_same_memory(a: Placement, t: Placement) -> bool:
-    """Whether converting makes no new memory."""
+    """Whether the conversion allocates no memory."""
     return a == t or (a.is_whole and t.is_whole)
 
 
 def _operand_result(reader: NodeChoices, place: int) -> int:
-    """Which result of its maker an operand is: a list of tensors is one operand for each."""
+    """The number of the result of its maker that an operand is: a list of tensors is one operand
+    for each tensor."""
     call = reader.call
     if call.is_item:
         return result_index(call)

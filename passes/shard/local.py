@@ -1,4 +1,4 @@
-"""The problem of one rank's stages, which the passes and all that follow are about.
+"""The local problem: that of one rank's stages, which all later passes and rooms work on.
 
 problem   the whole model
   │ plan.vocabulary   layers that all ranks compute leave the stages
@@ -36,22 +36,22 @@ def local(problem: Problem, plan: Plan) -> Problem:
         graph = spread(whole.graph, choice, ranks)
         problem = whole.once((choice.lookups, choice.head), lambda: whole.anew(graph=graph))
     if plan.sharding is not None:
-        unsplit, graph = problem, problem.graph  # whatever a solver said of the sharding
+        unsplit, graph = problem, problem.graph  # the key leaves out the solver's statement
         key = "shard", plan.sharding.level, plan.sharding.templates, n
 
         def sharded() -> Problem:
-            # The graph is the same for every mesh with so many tensor ranks.
+            # The graph is the same for every mesh with this number of tensor ranks.
             made = graph.once(key, lambda: shard(graph, assignment(graph, plan), n))
             return unsplit.anew(graph=made)
 
         problem = unsplit.once(key, sharded)
-    # What is kept may be of a caller with other options.
+    # The cached problem may be that of a caller with other options.
     problem = dataclasses.replace(problem, options=given.options, explain=given.explain)
     return problem.selectively(plan.selective, offload=plan.offload).at_zero(level)
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:
-    """The graph of one rank's stages of `graph`: that of `problem` in another precision."""
+    """The graph of one rank's stages; `graph` is that of `problem` in another precision."""
     if plan.vocabulary is not None and plan.vocabulary.spread:
         graph = spread(graph, plan.vocabulary, plan.mesh.pipeline * plan.mesh.tensor)
         problem = local(problem, dataclasses.replace(plan, sharding=None))

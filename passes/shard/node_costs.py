@@ -1,11 +1,11 @@
 """Seconds of a strategy and of a conversion on one rank, by the roofline model.
 
-A node is traced once, whole, by itself. Under a strategy its arithmetic shrinks with the piece that
-a rank has of what is split, and the bytes that it moves with those of its operands and results: a
-product of a whole matrix with a piece of another reads the whole of the first, and a lookup in a
-piece of each row no less than a cache line. The number of kernels stays. Collectives go over the
-links between neighbours, as those of the tensor axis are; a rank copies what it sends or gets (see
-`runtime.axis`).
+A node is traced once, whole, by itself. Under a strategy its arithmetic shrinks to a rank's share
+of the split dimension, and its memory traffic to the bytes of the local operands and results: a
+product of a whole matrix with a piece of another reads all of the first, and a lookup in a piece of
+each row reads at least a cache line. The number of kernels stays. Collectives use the links between
+neighbours, which the ranks of the tensor axis are; a rank copies the values that it sends or
+receives (see `runtime.axis`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ TABLES = frozenset({"embedding", "embedding_bag", "index_select", "gather", "ind
 
 LOOKUPS = frozenset({"embedding", "embedding_bag"})
 BATCHED = frozenset({"bmm", "matmul"})
-MERGING = 5  # kernels that add a step of a ring to those before
+MERGING = 5  # kernels that add one step of a ring to the steps before
 LINE = 128  # bytes that an accelerator's cache fetches at once
 
-# Between programmes of equal time (to a nanosecond) that with fewer collectives is taken, then that
-# which splits more.
+# Of answers with equal time (to a nanosecond) the one with fewer collectives is taken, then the one
+# that splits more: seconds of a collective, and of a node that is whole.
 COLLECTIVE = 1e-9
 WHOLE = 1e-11
-# Context ranks are there to hold rows in pieces: work that they do not share counts so many times.
+# Factor for work that context ranks do not share: the axis is there to hold rows in pieces.
 UNSHARED = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWork:
-    """The kernels of a node when it is whole, and what it saves for its backward.
+    """The kernels of a whole node, and what it saves for its backward.
 
     `saves` are the operands that it saves, `saves_result` says that it saves its result, and
     `saved_besides` are the bytes of other tensors that it saves.
@@ -67,7 +67,8 @@ class NodeWork:
 
 @dataclass(frozen=True)
 class ShardCosts:
-    """The costs of the nodes of a graph on `n` ranks of an axis, whose numbers are `apart`."""
+    """The costs of the nodes of a graph on `n` ranks of an axis; `apart` is the difference between
+    the numbers of neighbours."""
 
     graph: Graph
     device: Device
@@ -81,7 +82,7 @@ class ShardCosts:
         return neighbours(self.n, self.device, self.apart)
 
     def work(self, node: fx.Node) -> NodeWork:
-        """The work of a node when it is whole, the same on every accelerator and every CPU."""
+        """The work of a whole node: equal on all accelerators, and on all CPUs. Cached."""
         return self.graph.once(("work", node, self.device.is_cpu), lambda: self._work(node))
 
     def _work(self, node: fx.Node) -> NodeWork:
@@ -123,8 +124,8 @@ class ShardCosts:
     def _ring_seconds(
         self, call: NodeCall, forward: Iterable[Operation], backward: Iterable[Operation]
     ) -> float:
-        """Seconds of a ring beside those of its arithmetic: kernels that merge its steps, and
-        messages as far as they take longer than the steps beside them, all but one.
+        """Seconds of a ring besides its arithmetic: kernels that merge its steps, and messages as
+        far as they take longer than the steps beside them, which are all but one.
 
         Results and gradients are added up in float32 (`wide` bytes): a result is read and written
         twice, a gradient of queries once; those of keys and values are copied and added. Tensor
@@ -151,7 +152,7 @@ class ShardCosts:
     def conversion_seconds(
         self, source: Placement, target: Placement, nbytes: float, *, carries: bool
     ) -> float | None:
-        """Seconds of a conversion of a value of `nbytes`, and of its backward if it carries a
+        """Seconds of a conversion of a value of `nbytes`, with its backward if it carries a
         gradient; None where there is no such conversion."""
         row = conversion(source, target, differentiable=carries, ending=True)
         if row is None:
@@ -161,7 +162,7 @@ class ShardCosts:
 
     @cached_property
     def _timed(self) -> Callable[[Action, float], float]:
-        """`_action`, computed once: the programmes of many meshes ask for the same."""
+        """`_action`, cached: the programmes of many meshes ask for the same seconds."""
         return cache(self._action)
 
     def _action(self, action: Action, nbytes: float) -> float:
@@ -193,14 +194,14 @@ def share(shape: Shape, placement: Placement, n: int) -> float:
 
 
 def shares(call: NodeCall, strategy: Strategy, n: int) -> tuple[float, float]:
-    """The parts of its arithmetic, and of the bytes that it moves, that a rank does of a call."""
+    """A rank's shares of the arithmetic of a call, and of the bytes that it moves."""
     shapes = [*call.shapes, *call.result_shapes]
     types = [*strategy.inputs, *strategy.outputs]
     parts = [share(s, p, n) for s, p in zip(shapes, types, strict=True)]
     split = [part for part, p in zip(parts, types, strict=True) if p.kind == "S"]
     sizes = list(map(nbytes_of, [operand.value for operand in call.operands]))
     sizes += map(nbytes_of, call.results)
-    if call.base in TABLES and call.operands:  # no more of a table is read than is yielded
+    if call.base in TABLES and call.operands:  # reads no more than its result
         sizes[0] = min(sizes[0], sizes[len(call.operands)])
     total = sum(sizes)
     if call.base in LOOKUPS and types[0].kind == "S" and types[0].dim:  # a short piece is a line
@@ -216,8 +217,8 @@ def nbytes_of(value: torch.Tensor) -> int:
 
 
 def _products(call: NodeCall, strategy: Strategy, n: int) -> tuple[Product, ...]:
-    """The product of matrices that a rank computes of a batched call, and those of the gradients of
-    its factors: their matrices may be small. None of others."""
+    """(batch, m, n, k) of a rank's part of a batched matrix product, and of the products for the
+    gradients of both factors, as their matrices may be small. Empty for other calls."""
     if call.base not in BATCHED or len(call.shapes[1]) < 3:
         return ()
     *batch, m, k = local_shape(call.shapes[0], strategy.inputs[0], n)
@@ -229,8 +230,8 @@ def _products(call: NodeCall, strategy: Strategy, n: int) -> tuple[Product, ...]
 def _scaled(
     work: Iterable[Operation], arithmetic: float, traffic: float, products: Sequence[Product] = ()
 ) -> Sequence[Operation]:
-    """Kernels with a part of their arithmetic and of what they move; those of products of matrices
-    fill tiles as these `products` do."""
+    """Kernels with shares of their arithmetic and memory traffic; kernels of matrix products get
+    `products`, which say how they fill tiles."""
     return [
         dataclasses.replace(
             item,
@@ -243,7 +244,7 @@ def _scaled(
 
 
 def _unmasked(work: Iterable[Operation]) -> Sequence[Operation]:
-    """Kernels that skip nothing."""
+    """Kernels without the savings of a causal mask."""
     return [dataclasses.replace(item, done=1.0) for item in work]
 
 

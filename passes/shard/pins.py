@@ -1,6 +1,6 @@
 """Placements that the user pins: `{"*.mlp.*": "S(0)"}`, patterns of names and placements.
 
-`R` and `I` both say whole; `S(0)` says in pieces along dimension 0, within segments or not.
+`R` and `I` both mean whole; `S(0)` means in pieces along dimension 0, within segments or not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parcompiler.spmd.placement import parse
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """The patterns that a programme keeps to, and the parameters of each."""
+    """The placement that each pattern pins, and the names of the parameters that it matches."""
 
     matches: Mapping[str, frozenset[str]]
     placements: Mapping[str, Placement]
@@ -34,7 +34,7 @@ class Pins:
         return tuple(pattern for pattern, names in self.matches.items() if name in names)
 
     def allowed(self, tensor: TensorGroup, types: Sequence[Placement]) -> tuple[Placement, ...]:
-        """The types that agree with what is demanded.
+        """The types that agree with all pins of a group of tensors.
 
         Raises InfeasibleError, naming the patterns, when none does.
         """
@@ -47,12 +47,12 @@ class Pins:
         return agreeing
 
     def without(self, pattern: str) -> Pins:
-        """The pins but one."""
+        """The pins without this pattern."""
         matches = {name: names for name, names in self.matches.items() if name != pattern}
         return Pins(matches, {name: self.placements[name] for name in matches})
 
     def named(self) -> str:
-        """A parameter of each kind that they name: those of the first layer."""
+        """One parameter of each kind that the pins name: that of the first layer."""
         first: dict[str, str] = {}
         for name in sorted({name for names in self.matches.values() for name in names}):
             first.setdefault(re.sub(r"\d+", "#", name), name)

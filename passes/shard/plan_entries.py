@@ -1,4 +1,4 @@
-"""Strategies as the lines of a plan's sharding: written from the programme's answer, read, checked.
+"""Writes strategies as the lines of a plan's sharding, reads them back, and checks them.
 
 >>> _types("R S(0) -> S(2), size[2] = 4 split")
 'R S(0) -> S(2)'
@@ -84,19 +84,19 @@ def _entry(
 
 
 def _types(text: str) -> str:
-    """The types alone of a strategy that is written out."""
+    """The types in the text of a strategy."""
     return text.partition(",")[0]
 
 
 def _line(member: NodeChoices, strategy: Strategy) -> str:
-    """A node and its strategy: the types, and the rest where these are not enough."""
+    """A node and its strategy: the types, or the full text where types are ambiguous."""
     types = _types(str(strategy))
     alone = sum(_types(str(other)) == types for other in member.strategies) == 1
     return f"{member.node.name}: {types if alone and not strategy.special else strategy}"
 
 
 def _is_never_split(member: NodeChoices) -> bool:
-    """Whether every rank computes the whole under all strategies, be it of summands."""
+    """Whether no strategy splits an operand or a result; they may be summands."""
     return not any(
         placement.dim >= 0
         for strategy in member.strategies
@@ -121,10 +121,10 @@ def _reason(member: NodeChoices, n: int) -> str:
 
 
 def assignment(graph: Graph, plan: Plan) -> dict[fx.Node, Strategy]:
-    """The strategy of every node of a graph on the tensor ranks of a plan that decides them.
+    """The strategy of every node of a graph on the tensor ranks of a plan with a sharding.
 
     Raises PlanError, naming the node, for a line that is none of its strategies, and for a value
-    that would have to be converted where that is impossible.
+    that would need an impossible conversion.
     """
     assert plan.sharding is not None, "the plan decides no sharding"
     return assigned_by(plan.sharding, graph, plan.mesh.tensor)
@@ -160,7 +160,7 @@ def assigned_by(
 
 
 def _entry_of(sharding: Sharding, template: str, block: str) -> Shards:
-    """The entry of a plan that is about a block: one that names it, or one that names none."""
+    """The entry of a plan for a block: one that names the block, or else one that names none."""
     entries = [entry for entry in sharding.templates if entry.template == template]
     for entry in sorted(entries, key=lambda entry: block not in entry.blocks):
         if block in entry.blocks or not entry.blocks:
@@ -209,8 +209,8 @@ def check(
 ) -> None:
     """Raise PlanError, naming the node, where a value cannot become what a node needs.
 
-    Of `blocks` with one template, whose nodes have the same strategies and read values of the same
-    types, the first is looked at.
+    Of `blocks` with one template, equal strategies and equal types of the values they read, only
+    the first is checked.
     """
     placements = stored(graph, assigned, axis) | dict.fromkeys(shared_nodes(graph), I)
 
@@ -252,7 +252,7 @@ def _output(maker: Strategy, call: NodeCall, place: int) -> Placement:
 
 
 def check_pins(problem: Problem, plan: Plan) -> None:
-    """Refuse a given plan under which ranks hold a parameter otherwise than a pin demands.
+    """Refuse a user's plan under which ranks hold a parameter otherwise than a pin demands.
 
     Raises PlanError, naming the pin and the parameter; InputError for a pin that names nothing.
     """

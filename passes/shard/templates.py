@@ -3,9 +3,8 @@
     blocks    embedding ─► layers.0 ─► layers.1 ─► … ─► layers.125 ─► head
     folded    Embedding ─► Layer ⟲ (125 ×) ─► Head                        Layer counts 126 times
 
-What blocks of a template decide they decide alike, so that a programme over the folded graph is as
-large for 126 layers as for 2. Blocks of one template that the user pins differently are folded
-apart.
+Blocks of a template share all decisions, so that a programme over the folded graph is as large for
+126 layers as for 2. Blocks of one template that the user pins differently are folded separately.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from parcompiler.capture.blocks import Cut, cut, levels
 from parcompiler.capture.effects import effects_of
 from parcompiler.graph import Block, Graph, Parameter
 
-MORE = 1.25  # so many times the fewest nodes are few as well
+MORE = 1.25  # a granularity may have this many times the fewest nodes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTemplate:
-    """Blocks that decide alike; the first stands for all. `mark` distinguishes templates of one
-    name that are pinned differently."""
+    """Blocks that share all decisions; the first stands for all. `mark` distinguishes templates of
+    one name that are pinned differently."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -41,10 +40,10 @@ class BlockTemplate:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors in the same place of the blocks of a template, which are held with one placement.
+    """Tensors in the same place of the blocks of a template, which have one placement.
 
-    A tensor that is read in several places (tied weights) makes one group of these. `node` is the
-    placeholder of the first.
+    Places that read the same tensor (tied weights) are one group. `node` is the placeholder of the
+    first tensor.
     """
 
     items: tuple[Parameter, ...]
@@ -54,7 +53,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class FoldedGraph:
-    """The templates of a graph at a granularity, and how values lead between them."""
+    """The templates of a graph at a granularity, and how values flow between them."""
 
     graph: Graph
     level: int
@@ -63,7 +62,7 @@ class FoldedGraph:
 
     @cached_property
     def stands_for(self) -> Mapping[fx.Node, fx.Node]:
-        """For each node of a block that of the first block of its template."""
+        """For each node of a block, the corresponding node of the first block of its template."""
         return {
             node: first
             for template in self.templates
@@ -73,7 +72,7 @@ class FoldedGraph:
 
     @cached_property
     def home(self) -> Mapping[fx.Node, int]:
-        """The template of each node that stands for others."""
+        """The number of the template of each node of a first block."""
         return {
             node: number
             for number, template in enumerate(self.templates)
@@ -81,19 +80,19 @@ class FoldedGraph:
         }
 
     def sources(self, number: int, place: int) -> Counter[fx.Node | None]:
-        """Sources of an input of a template's blocks: nodes that stand for others, and how
-        often. None stands for the prologue and the batch."""
+        """Sources of an input of a template's blocks: nodes of first blocks and shared nodes, with
+        the number of blocks that read them. None stands for the prologue and the batch."""
         known = {**self.stands_for, **{node: node for node in self.shared}}
         return Counter(known.get(block.inputs[place]) for block in self.templates[number].blocks)
 
     @cached_property
     def shared(self) -> frozenset[fx.Node]:
-        """The vocabulary's nodes, which are in no block: what they yield is whole (`I`)."""
+        """The vocabulary's nodes, which are in no block: their results are whole (`I`)."""
         return shared_nodes(self.graph)
 
     @cached_property
     def tensor_groups(self) -> tuple[TensorGroup, ...]:
-        """The parameters and buffers that blocks read, together where they must be alike."""
+        """The parameters and buffers that blocks read, grouped where they have one placement."""
         return tuple(dict.fromkeys(self.group_of.values()))
 
     @cached_property
@@ -103,8 +102,8 @@ class FoldedGraph:
 
     @cached_property
     def fixed(self) -> frozenset[fx.Node]:
-        """The nodes (of all blocks) whose values may not be converted: later, something updates
-        the memory that they lie in."""
+        """The nodes whose values may not be converted, because a later node updates their memory
+        in place."""
         effects = effects_of(self.graph)
         position = {node: place for place, node in enumerate(self.graph.fx_graph.nodes)}
         last = {root: max(map(position.__getitem__, w)) for root, w in effects.writers.items()}
@@ -116,7 +115,7 @@ class FoldedGraph:
 
 
 def fold(graph: Graph, pin: Callable[[str], str] = lambda name: "", level: int = 0) -> FoldedGraph:
-    """Fold a graph; at the coarsest level (or the one given) where templates have few nodes.
+    """Fold a graph at `level`, or (0) at the coarsest level where templates have few nodes.
 
     `pin` is the user's pin of a parameter, as text: blocks with different pins are different
     templates.
@@ -138,7 +137,7 @@ def fold(graph: Graph, pin: Callable[[str], str] = lambda name: "", level: int =
 
 
 def shared_nodes(graph: Graph) -> frozenset[fx.Node]:
-    """The nodes that no template has, for all ranks share them: the vocabulary's."""
+    """The vocabulary's nodes, which all ranks share and which belong to no template."""
     return frozenset(graph.vocabulary.nodes if graph.vocabulary else ())
 
 
@@ -149,12 +148,12 @@ def end_of(graph: Graph) -> fx.Node:
 
 
 def _distinct(parts: Cut) -> int:
-    """The nodes of the distinct templates of a cut."""
+    """The number of nodes in the distinct templates of a cut."""
     return sum({block.template: len(block.nodes) for block in parts.blocks}.values())
 
 
 def _tensor_groups(folded: FoldedGraph) -> dict[str, TensorGroup]:
-    """Tensors in the same place of a template, or read in two places, are of one kind."""
+    """By name, groups of tensors that stand in one place of a template or are read in several."""
     leader: dict[str, str] = {}
 
     def find(name: str) -> str:
