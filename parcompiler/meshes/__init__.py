@@ -1,32 +1,32 @@
-"""Which mesh of a cluster: all degrees are weighed, and the plainest of the fastest is taken.
+"""Choose a mesh of a cluster: branch and bound over all degrees, then the plainest of the fastest.
 
     Cluster ── space ──► pipeline x tensor x data (x context x expert), always the same batch
     inputs ─── sizes ──► x rows of a micro-batch, if asked for: the model captured on them
-                             │  bounds    bytes and seconds that no plan of a mesh is below
+                             │  bounds    lower bounds of a mesh, in bytes and seconds
                              ▼
-                         in the order of these seconds: what `compile` would plan      weigh
-                             │  until no mesh that is left can be the answer
+                         in the order of these seconds: the plan of `compile`          weigh
+                             │  until no remaining mesh can be the answer
                              ▼
-                         the plan, and what was weighed                     Plan.meshes
+                         the plan, and all meshes with their figures        Plan.meshes
 
-The answer is the plainest mesh whose step is at most MARGIN longer than that of any other: that
-with the fewest pipeline ranks, then tensor ranks, and the micro-batch that is given. So a plainer
-mesh is weighed if its bound is at most MARGIN above the best step, and any other if it is MARGIN
-below the step of the answer so far; the passes divide nothing that these seconds exclude. What they
-exclude stays open: it is weighed when the answer changes so that it matters again. In the end the
-answer is at most MARGIN longer than any plan that is known and than any bound that is left, and so
-is the plainest plan of its mesh, which is taken (`decide.plainest`).
+The answer is the plainest mesh whose step is at most MARGIN longer than that of any other. Plainer
+means fewer pipeline ranks, then fewer tensor ranks, then the given micro-batch. So a plainer mesh
+is planned if its bound is at most MARGIN above the best step, and any other mesh if its bound is
+MARGIN below the step of the answer so far; the passes stop at these seconds. A mesh that they
+exclude stays open, and is planned if a later answer lets it matter again. In the end the step of
+the answer is at most MARGIN longer than every known step and every remaining bound. So is that of
+the plainest plan of its mesh, which is taken (`decide.plainest`).
 
-Degrees of context ranks are as many again for each mesh, and what they exchange is found out for
-each. So they come behind the meshes without, and once there is an answer only its neighbours are
-weighed, in which one prime factor is at home on another axis: where its ranks recompute, or have
-fewer micro-batches than the pipeline has ranks. The same goes for neighbours of the mesh with the
-lowest sharp bound, or step: to go from one to the next by bounds costs a tenth of plans. As long as
-this is far above the lowest bound of any mesh, the neighbours of that mesh count instead, so that a
-good plan is soon found.
+Context ranks multiply the number of meshes, and each needs a search for what they exchange. So
+meshes without context ranks come first. Once there is an answer, only its neighbours with context
+ranks (one prime factor moves to another axis) are weighed, and only if its ranks recompute, or have
+fewer micro-batches than the pipeline has ranks. The neighbours of the mesh with the lowest sharp
+bound or step are weighed too: to follow bounds costs a tenth of planning. As long as that bound is
+far above the lowest bound of any mesh, the neighbours of the latter mesh are weighed instead, so
+that a good plan is found soon.
 
-The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
-ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
+The bound `even` assumes, as the schedule pass does, that no stages are better than even ones. An
+interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
 from parcompiler.spmd.experts import divisible
 
-# What no plan of a mesh is below, as the report says it behind these seconds.
+# Reasons for a lower bound, as the report gives them after its seconds.
 WORK = "its work, and the wait for it, take that"
 EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
-SHALLOW = 8  # pipeline ranks
-AHEAD = 1.05  # times the lowest bound: a plainer mesh up to that is weighed before
-FIRST = 1.25  # times the lowest bound: a plan that takes longer is no answer yet, if others are
+SHALLOW = 8  # most pipeline ranks of a shallow mesh
+AHEAD = 1.05  # times the lowest bound: plainer meshes up to that bound are weighed first
+FIRST = 1.25  # times the lowest bound: slower plans do not count while other meshes are open
 
 __all__ = [
     "GIVEN",
@@ -85,11 +85,11 @@ def search(
     check_lowered: CheckLowered,
     observer: Observer,
 ) -> tuple[Graph, Problem, Plan]:
-    """The best mesh: the captured graph, its problem and plan, which lists all that was weighed.
+    """The best mesh: the captured graph, its problem and plan, which lists all weighed meshes.
 
     `check` raises InputError for options that a mesh cannot have, `check_lowered` for those that
-    the stages of a plan cannot. Raises InfeasibleError when nothing fits, with the least memory
-    with which something would, and what the options raise when no mesh can have them.
+    the stages of a plan cannot have. Raises InfeasibleError, with the least memory that would do,
+    when nothing fits, and the InputError of the options when no mesh can have them.
     """
     state = MeshSearch(sizes, cluster, passes, check, check_lowered, observer)
     state.weigh_all()
@@ -98,7 +98,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class Incumbent:
-    """A mesh that is planned."""
+    """A planned mesh, with the seconds of its step."""
 
     seconds: float
     candidate: Candidate
@@ -108,8 +108,8 @@ class Incumbent:
 
 @dataclass(slots=True)
 class Unweighed:
-    """A mesh that is not planned, the seconds that no plan of it is below, and why; and whether a
-    plan alone says more, or else what is known of even stages."""
+    """A mesh that is not planned, with a lower bound on the seconds of its plans and the reason for
+    it. `is_sharp` says that only a plan can tell more; `even` refines the bound until then."""
 
     candidate: Candidate
     bound: float
@@ -119,7 +119,7 @@ class Unweighed:
 
 
 class MeshSearch:
-    """The state of a search: the meshes that are planned, and what is known of all others."""
+    """The state of a search: the planned meshes, and the bounds of all others."""
 
     def __init__(
         self,
@@ -140,10 +140,10 @@ class MeshSearch:
         self.planned: list[Incumbent] = []
         self.open: list[Unweighed] = []
         self.choices: dict[int, MeshChoice] = {}
-        self.problems: dict[int, Problem] = {}  # they keep what a bound has computed
+        self.problems: dict[int, Problem] = {}  # they cache what bounds compute
         self.errors: dict[int, InputError] = {}  # of meshes that the options exclude
-        self.full = False  # whether memory excluded any
-        self.cramped: list[Mesh] = []  # those that it excluded when they might have been the answer
+        self.full = False  # whether memory excluded any mesh
+        self.cramped: list[Mesh] = []  # meshes that memory excluded although they might have won
         self.stopped = False  # whether an interrupt ended the search
 
     def weigh_all(self) -> None:
@@ -178,8 +178,8 @@ class MeshSearch:
     def answer(self) -> tuple[Graph, Problem, Plan]:
         """The captured graph, the problem and the plan of the answer.
 
-        The plan lists its mesh first, then planned meshes by their seconds, then those with a
-        bound by it; and the fastest of what it was preferred to.
+        The plan lists its mesh first, then planned meshes by their seconds, then the others by
+        their bounds. Its runner-up is the fastest of the plans that were not taken.
         """
         best = self._plainest()
         others = [self.choices[one.candidate.place] for one in self.planned if one is not best]
@@ -204,20 +204,20 @@ class MeshSearch:
         return graph, problem, dataclasses.replace(best.plan, meshes=meshes, runner_up=following)
 
     def _plainest(self) -> Incumbent:
-        """The answer with the plainest plan of its mesh that is fast enough."""
+        """The best mesh with its plainest plan that is fast enough."""
         best = self._best
         known = [one.seconds for one in self.planned] + [item.bound for item in self._eligible]
         enough = (1 + MARGIN) * min(known)
         if self.stopped or best.plan.stages is None or not self._evenly:
             return best
-        more = best.seconds - step_of(best.problem, best.plan)  # seen by the simulator alone
+        more = best.seconds - step_of(best.problem, best.plan)  # only the simulator sees these
         with self.observer(self._title("plainest plan of", best.candidate)):
             plan = plainest(best.problem, self.passes, best.plan, enough - more)
         if plan is best.plan:
             return best
         try:
             choice = figures(best.problem, plan, best.candidate.rows, self.check_lowered)
-        except InputError:  # its stages cannot have what is asked for
+        except InputError:  # its stages cannot have the options
             return best
         assert choice.seconds is not None, "it was simulated"
         if choice.seconds > enough:
@@ -229,13 +229,13 @@ class MeshSearch:
 
     @property
     def _best(self) -> Incumbent:
-        """The plainest mesh that is planned and takes at most MARGIN longer than any."""
+        """The plainest planned mesh whose step is at most MARGIN longer than the shortest."""
         enough = (1 + MARGIN) * min(one.seconds for one in self.planned)
         fast = (one for one in self.planned if one.seconds <= enough)
         return min(fast, key=lambda one: _plainness(one.candidate))
 
     def _needed(self, candidate: Candidate) -> float:
-        """The seconds that a step on a mesh must be below for it to be the answer."""
+        """Seconds that the step on a mesh must be below to make it the answer."""
         if not self.planned:
             return math.inf
         best = self._best
@@ -245,10 +245,11 @@ class MeshSearch:
 
     @property
     def _eligible(self) -> list[Unweighed]:
-        """What is open: before there is an answer the shallow meshes, which are soonest bounded and
-        planned; then, of rare ones, the neighbours of it and of the mesh in the lead, those with
-        context ranks if ranks lack room for activations, or micro-batches to be busy; and those
-        that divide the rows of a mesh that lacks room."""
+        """The open meshes to weigh now. Before there is an answer, only shallow ones, which are
+        bounded and planned fastest. Then all but rare ones, and these rare ones: neighbours of the
+        answer and of the mesh in the lead (with context ranks only if ranks lack room for
+        activations, or micro-batches to be busy), and those that divide the rows of a mesh that
+        lacks room."""
         if not self.planned:
             near = [x for x in self.open if not self._is_wide(x.candidate)]
             plain = [x for x in near if x.candidate.mesh.context == 1] or near
@@ -269,10 +270,8 @@ class MeshSearch:
 
     @property
     def _lead(self) -> Mesh:
-        """The mesh with the shortest step, as far as that is known: planned, or a sharp bound.
-
-        Where these seconds are more than FIRST times the lowest bound, the mesh that has the bound.
-        """
+        """The mesh with the shortest step, planned or by its sharp bound; or, where that is more
+        than FIRST times the lowest bound, the mesh with the lowest bound."""
         known = [(one.seconds, one.candidate) for one in self.planned]
         known += [(item.bound, item.candidate) for item in self.open if item.is_sharp]
         first = min(known, key=lambda pair: pair[0])
@@ -281,8 +280,8 @@ class MeshSearch:
         return (least if first[0] > FIRST * least[0] else first)[1].mesh
 
     def _is_rare(self, candidate: Candidate) -> bool:
-        """Whether a mesh is of a kind that seldom pays, and has many: it is weighed beside an
-        answer."""
+        """Whether a mesh is of a numerous kind that seldom pays: only some near an answer are
+        weighed."""
         return candidate.mesh.context > 1 or self._is_wide(candidate)
 
     def _is_wide(self, candidate: Candidate) -> bool:
@@ -290,8 +289,8 @@ class MeshSearch:
         return candidate.mesh.tensor > self.cluster.devices_per_node
 
     def _next(self) -> Unweighed | None:
-        """The plainest mesh with about the lowest bound of those that may be the answer: it is
-        planned soonest, and excludes the others."""
+        """Of the meshes that may be the answer, the plainest with about the lowest bound: it is
+        planned fastest, and excludes the others."""
         near = AHEAD * self._lowest()
         first = (item for item in self._matters() if item.bound <= near)  # measured: all are 0
 
@@ -306,13 +305,14 @@ class MeshSearch:
         return (item for item in self._eligible if item.bound < self._needed(item.candidate))
 
     def _lowest(self) -> float:
-        """The lowest bound of these."""
+        """The lowest bound of the meshes that may be the answer."""
         return min((item.bound for item in self._matters()), default=0.0)
 
     def _candidates(self) -> Iterator[Candidate]:
-        """All meshes with micro-batches of all rows; impossible rows with the first mesh alone.
+        """All meshes with micro-batches of all numbers of rows; impossible rows only with the first
+        mesh.
 
-        Of context and expert ranks those alone that the options can have; no context ranks where
+        Context and expert ranks only as the options can have them; no context ranks where
         predictions are kept, or gradients are rows.
         """
         counts = self.bounds[self.sizes.given, 1].blocks
@@ -336,7 +336,7 @@ class MeshSearch:
         """The meshes on which the states and the largest block fit; others are noted."""
         memory = self.sizes.problem.room(self.sizes.problem.device)
         for candidate in self.candidates:
-            is_rare = self._is_rare(candidate)  # so many that only those are told that matter
+            is_rare = self._is_rare(candidate)  # too many to report each
             if not is_rare:
                 self.choices[candidate.place] = unplanned(candidate)
             if candidate.reason is None:
@@ -356,8 +356,8 @@ class MeshSearch:
 
     @property
     def _evenly(self) -> bool:
-        """Whether it is known what the passes do, how long blocks take, and that no stages are
-        better than even ones."""
+        """Whether `LeastStep` is a bound: the passes are the default ones, times are modelled, and
+        no stages are better than even ones."""
         problem = self.sizes.problem
         return tuple(self.passes) == DEFAULT and problem.bench is None and is_known(problem)
 
@@ -386,7 +386,7 @@ class MeshSearch:
         return self.problems[candidate.place]
 
     def _refine(self, item: Unweighed) -> None:
-        """Find a better bound of a mesh, or its plan."""
+        """Refine the bound of a mesh, or plan it if the bound is sharp."""
         try:
             problem = self._problem(item.candidate)
         except InputError as error:  # its ranks cannot share out the rows, or the experts
@@ -406,10 +406,10 @@ class MeshSearch:
             item.bound, item.why = max(item.bound, seconds), EVEN
 
     def _weigh(self, item: Unweighed) -> None:
-        """Plan a mesh, as far as that may be the answer."""
+        """Plan a mesh; the passes give up when it cannot be the answer."""
         candidate, problem = item.candidate, self._problem(item.candidate)
         below = self._needed(candidate)
-        if not self.planned and self._evenly and item.why != SCHEDULES:  # not tried in vain yet
+        if not self.planned and self._evenly and item.why != SCHEDULES:  # not yet tried in vain
             below = FIRST * self._lowest()
         try:
             with self.observer(self._title("plan of", candidate)):
@@ -422,7 +422,7 @@ class MeshSearch:
         except PlanError as error:
             if below < math.inf:
                 item.bound, item.why = below, SCHEDULES
-            else:  # nothing fits, or the passes found nothing that does
+            else:  # nothing fits, or the passes found nothing that fits
                 self._close(item, first_line(error))
             return
         assert choice.seconds is not None, "it was simulated"
@@ -437,7 +437,7 @@ class MeshSearch:
         self._note(item.candidate, reason=first_line(error))
 
     def _title(self, step: str, candidate: Candidate) -> str:
-        """A step of the search with the answer so far, for who watches it."""
+        """The title of a step of the search, with the answer so far, for the observer."""
         text = f"{step} {self._words(candidate)}"
         if self.planned:
             best = self._best
@@ -470,16 +470,16 @@ class MeshSearch:
         self._note(item.candidate, reason=reason)
 
     def _note(self, candidate: Candidate, **known: Any) -> None:
-        """Remember why there is no plan of a mesh, and its bound of seconds or memory."""
+        """Record why a mesh has no plan, and its lower bound of seconds or memory."""
         self.choices[candidate.place] = dataclasses.replace(unplanned(candidate), **known)
 
 
 def _plainness(candidate: Candidate) -> tuple[int, ...]:
-    """How plain a mesh is: less comes first."""
+    """Sort key: plainer meshes first."""
     mesh = candidate.mesh
     return mesh.context, mesh.pipeline, mesh.tensor, mesh.expert, candidate.place
 
 
 def _divides_rows_of(one: Mesh, other: Mesh) -> bool:
-    """Whether `other` has one more prime factor of context ranks, and so many fewer data ranks."""
+    """Whether `other` is `one` with a prime factor of its data ranks moved to context ranks."""
     return one.data > other.data and one.context < other.context and are_neighbours(one, other)

@@ -1,17 +1,17 @@
-"""Whether a step has the same loss whatever its micro-batches: is it a mean over their rows?
+"""Batch invariance: whether the loss of a step is the same for micro-batches of other sizes.
 
-The loss of a step is the mean over its micro-batches of each one's own. Twice the rows in half as
-many micro-batches give the same where that of a micro-batch is a mean over its rows, of what each
-row gives by itself. From node to node:
+The loss of a step is the mean of the losses of its micro-batches. Half as many micro-batches with
+twice the rows give the same loss if that of a micro-batch is a mean over rows, with a summand from
+each row by itself. This is followed from node to node:
 
     ROWS     has a dimension of rows            tokens, activations, the loss of each token
     MEAN     a mean over rows                   mean(ROWS), cross_entropy(ROWS, ROWS), 0.1 * MEAN
-    FIXED    knows of no rows                   parameters, positions
-    None     something else                     sum(ROWS), MEAN * MEAN, ROWS - MEAN
+    FIXED    does not depend on rows            parameters, positions
+    None     anything else                      sum(ROWS), MEAN * MEAN, ROWS - MEAN
 
-A dimension of rows shows in a copy of the graph for other rows. An operator that mixes rows and
-keeps them all (a softmax over the batch) is not found out, nor targets that a criterion ignores, of
-which one micro-batch may have more than another.
+A dimension of rows is one that differs in a copy of the graph for another number of rows. Not
+detected are operators that mix rows but keep their number (a softmax over the batch), and targets
+that a criterion ignores, if micro-batches have different numbers of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEAN_OF_CRITERIA = 1  # the argument `reduction` of an operator
 
 
 class Dependence(Enum):
-    """How the value of a node depends on the rows; None stands for all else."""
+    """How the value of a node depends on the rows; None stands for anything else."""
 
     ROWS = auto()
     MEAN = auto()
@@ -43,7 +43,7 @@ class Dependence(Enum):
 
 
 def batch_dependence(graph: Graph, other: Graph) -> str | None:
-    """Why the loss of a step may follow the rows of its micro-batches; None: it does not.
+    """Why the loss of a step may depend on the rows of its micro-batches; None: it does not.
 
     `other` is the graph for other rows, with nodes of the same names.
     """
@@ -61,7 +61,7 @@ def batch_dependence(graph: Graph, other: Graph) -> str | None:
             known[node] = _dependence(node, known, rows=rows)
     if known[graph.loss] in (Dependence.MEAN, Dependence.FIXED):
         return None
-    first = graph.loss  # where the first node that is not understood stands, on a way to the loss
+    first = graph.loss  # becomes the first node of no known dependence on a way to the loss
     while unknown := [operand for operand in first.all_input_nodes if known[operand] is None]:
         first = unknown[0]
     return f"the loss may be no mean over rows ({first.name!r})"
@@ -85,7 +85,7 @@ def _dependence(
 
 
 def _is_mean(node: fx.Node) -> bool:
-    """Whether an operator takes the mean of what it reads."""
+    """Whether an operator takes the mean of its operands."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name, arguments = overload_name(node), arguments_of(node)
@@ -95,7 +95,7 @@ def _is_mean(node: fx.Node) -> bool:
 
 
 def _is_linear(node: fx.Node, known: Mapping[fx.Node, Dependence | None]) -> bool:
-    """Whether an operator yields a mean over rows if it reads one."""
+    """Whether the result of an operator is a mean over rows if an operand is one."""
     name = overload_name(node)
     means = [known[item] is Dependence.MEAN for item in node.args if isinstance(item, fx.Node)]
     if name in ("mul", "mul_"):

@@ -1,18 +1,18 @@
-"""What no plan of a mesh can be below: bytes on its fullest rank, and seconds of its step.
+"""Lower bounds of a mesh that need no plan: bytes on its fullest rank, and seconds of its step.
 
 Given       c[i]        seconds of block i on t devices at best, forward and backward of a
-                        micro-batch: its arithmetic and traffic over t, as many kernels
+                        micro-batch: its arithmetic and traffic over t, all of its kernels
             p, t        ranks of the pipeline axis; of the tensor and context axes together
             m, v        micro-batches on each data rank, the most stages on a rank
-Bytes       states of all parameters / (p · tensor), and what a block keeps for its backward / t
-Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank; of even
-                        stages also what the last rank waits for its first micro-batch, (p - 1) of
-                        p v stages
-            even        what is known of the passes: `passes.least`
+Bytes       states of all parameters / (p · tensor), or what a block keeps for its backward / t
+Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank; with
+                        even stages also the wait of the last rank for its first micro-batch:
+                        (p - 1) of p v stages
+            even        the bound of `passes.least`
 
-Layers of the vocabulary may be spread over all ranks: of blocks that contain them only the matrix
-products count for `work`. That a piece of an operator takes no longer than the whole is taken for
-granted; blocks are costed at every granularity, because the plan chooses one.
+Layers of the vocabulary may be spread over all ranks: only the matrix products of blocks with such
+layers count for `work`. It is assumed that a piece of an operator takes no longer than the whole.
+Blocks are costed at every granularity, because the plan chooses one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ VOCABULARY = ("embedding", "cross_entropy_loss")
 
 
 class _Work(NamedTuple):
-    """Seconds of a micro-batch: of all blocks but those of the vocabulary, of these, and of the
-    forwards of the first."""
+    """Seconds of a micro-batch: of all blocks without vocabulary layers, of the blocks with such
+    layers, and of the forwards of the former."""
 
     blocks: float
     vocabulary: float
@@ -50,30 +50,30 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds that need no sharding, for a problem whose own mesh has the device alone."""
+    """The bounds that need no sharding; the mesh of `problem` is a single device."""
 
     problem: Problem
     _works: dict[int, _Work] = field(default_factory=dict, repr=False, compare=False)
     _updates: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def states_on(self, mesh: Mesh) -> int:
-        """Bytes of all parameters and buffers in the optimizer's step, gradients and states too, on
-        the ranks of one data coordinate at least."""
+        """Lower bound on the bytes of all parameters and buffers, with gradients and optimizer
+        states, on the ranks of one data coordinate together."""
         return self._states_at(mesh, dataclasses.replace(self.problem, mesh=mesh).zero)
 
     def _states_at(self, mesh: Mesh, level: int) -> int:
         """`states_on` at a level of ZeRO."""
         size = 0
         for of_experts, parts in self._states.items():
-            ranks = mesh.replicas // (mesh.expert if of_experts else 1)  # that share them out
+            ranks = mesh.replicas // (mesh.expert if of_experts else 1)  # that share the states
             levels = zip((3, 2, 1), parts, strict=True)
             size += sum(math.ceil(n / (ranks if level >= k else 1)) for k, n in levels)
         return size
 
     @cached_property
     def _states(self) -> dict[bool, tuple[int, int, int]]:
-        """Bytes of parameters, of gradients and of optimizer states; of what all data ranks have,
-        and of experts in pieces."""
+        """Bytes of parameters, of gradients and of optimizer states, for experts in pieces (True)
+        and for all else (False)."""
         whole, found = self.problem.at_zero(0), {}
         for of_experts in (False, True):
             items = [x for x in whole.graph.parameters if bool(x.experts) == of_experts]
@@ -84,22 +84,22 @@ class Bounds:
 
     @cached_property
     def blocks(self) -> list[int]:
-        """How many blocks the model is cut into at every granularity."""
+        """The number of blocks of the model at each granularity."""
         return [len(self.problem.priced(level).cut.blocks) for level in self.problem.levels]
 
     def nbytes(self, candidate: Candidate) -> int:
-        """Bytes that the fullest rank holds at least."""
+        """Lower bound on the bytes of the fullest rank."""
         return max(self.states_of(candidate), math.ceil(self.activations / _pieces(candidate)))
 
     def states_of(self, candidate: Candidate) -> int:
-        """Bytes of parameters, gradients and optimizer states on the fullest rank at least."""
+        """Lower bound on the bytes of parameters, gradients and states of the fullest rank."""
         mesh = candidate.mesh
         return math.ceil(self.states_on(mesh) / (mesh.pipeline * mesh.tensor))
 
     @cached_property
     def activations(self) -> int:
-        """Bytes that the largest block keeps inside for its backward, on one device: a recomputed
-        one has them too, when that begins."""
+        """Bytes that the largest block keeps inside for its backward, on one device; a recomputed
+        block has them too when its backward begins."""
         auto = self.problem.options.recompute in ("auto", "selective")
         problem = self.problem.selectively(auto)
         return min(
@@ -108,15 +108,15 @@ class Bounds:
         )
 
     def seconds(self, candidate: Candidate, *, is_even: bool = False) -> float:
-        """Seconds of a step whose ranks wait at most for their first micro-batch, where stages are
-        even. 0 where times are measured."""
+        """Lower bound on the seconds of a step; where stages are even, ranks also wait for their
+        first micro-batch. 0 where times are measured."""
         if self.problem.bench is not None:
             return 0.0
         return self._busy(candidate, is_even=is_even) * ROUNDING
 
     def _busy(self, candidate: Candidate, *, is_even: bool) -> float:
-        """Seconds of a rank if all have as much work; the last may do its part for the vocabulary
-        until its first micro-batch is there."""
+        """Seconds of a rank if all have equal work. The last may do its part of the vocabulary
+        while it waits for its first micro-batch."""
         mesh, pieces, m = candidate.mesh, _pieces(candidate), candidate.microbatches
         if pieces not in self._works:
             every = (self._work(level, pieces) for level in self.problem.levels)
@@ -131,15 +131,15 @@ class Bounds:
 
     @cached_property
     def _most_stages(self) -> int:
-        """Stages on a rank under any schedule in question."""
+        """The most stages on a rank under any schedule in question."""
         options = self.problem.options
         if isinstance(options.stages, tuple):
             return len(options.stages)
         return max(stages_per_rank(name, options.virtual_stages) for name in CANDIDATES)
 
     def _work(self, level: int, pieces: int) -> _Work:
-        """Seconds at a granularity of what so many devices divide evenly; of the layers of the
-        vocabulary only the matrix products count."""
+        """Seconds at a granularity if `pieces` devices divide all work evenly; of blocks with
+        vocabulary layers only the matrix products count."""
         device, forward, both, vocabulary = self.problem.device, 0.0, 0.0, 0.0
         for cost in self._costs(self.problem, level, vocabulary=False):
             forward += seconds(_divided(cost.forward, pieces), device)
@@ -159,7 +159,7 @@ class Bounds:
 
     @cached_property
     def _spreadable(self) -> frozenset[fx.Node]:
-        """The nodes that all ranks may compute together: lookups, and all behind the head."""
+        """The nodes that all ranks may compute together: lookups, the head, and all after it."""
         graph = self.problem.graph
         nodes, head = graph.fx_graph.nodes, find(graph, 1).head
         behind = {head.chain.product.node} if head else set()
@@ -170,11 +170,11 @@ class Bounds:
 
 
 def _pieces(candidate: Candidate) -> int:
-    """How many ranks have pieces of a block's activations."""
+    """The number of ranks that have pieces of a block's activations."""
     return candidate.mesh.tensor * candidate.mesh.context
 
 
 def _divided(operations: Iterable[Operation], parts: int) -> Iterator[Operation]:
-    """Operations of which each of `parts` devices does as much."""
+    """One device's part of operations that `parts` devices divide evenly."""
     for one in operations:
         yield dataclasses.replace(one, flops=one.flops / parts, nbytes=one.nbytes / parts)

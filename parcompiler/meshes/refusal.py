@@ -1,4 +1,4 @@
-"""What to say when a model fits no mesh: the least memory, and what would make it fit."""
+"""Errors for a model that fits no mesh: the least memory, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from parcompiler.passes.shard.local import local
 from parcompiler.problem import Problem
 
 ENDLESS = 2**60  # bytes: more than any model takes
-TRIED = 3  # meshes, those with the least states on a rank
-MOST_PIECES = 16  # of a row
+TRIED = 3  # meshes that are tried: those with the least states on a rank
+MOST_PIECES = 16  # of a row, among context ranks
 
 
 @dataclass(frozen=True, slots=True)
 class LeastMemory:
-    """The least bytes of a device with which a plan was made, and the candidate; `states` of them
+    """The least device memory with which a plan fits, in bytes, and its mesh; `states` of the bytes
     are parameters, gradients and optimizer states."""
 
     nbytes: int
@@ -44,7 +44,7 @@ def nothing_fits(
     candidates: Sequence[Candidate],
     passes: Sequence[Pass],
 ) -> InfeasibleError:
-    """The error for a model of which no mesh has room."""
+    """The error for a model that fits no mesh."""
     least = _least(sizes, candidates, passes)
     device, room = cluster.hardware, sizes.problem.room(cluster.hardware)
     has = f"{cluster.size} x {device.name} of {device.memory:,} bytes"
@@ -66,9 +66,9 @@ def nothing_fits(
 
 
 def refuse_too_large(problem: Problem, passes: Sequence[Pass], observer: Observer) -> None:
-    """Raise InfeasibleError where the states of the model alone are more than all ranks have.
+    """Raise InfeasibleError where the states of the model alone exceed the memory of all ranks.
 
-    The plainest plan says soonest which rank lacks how much: the others need not be weighed.
+    The plainest plan is the fastest way to tell which rank lacks how much.
     """
     mesh = problem.mesh
     if Bounds(problem).states_on(mesh) <= mesh.tensor * sum(
@@ -85,10 +85,10 @@ def refuse_too_large(problem: Problem, passes: Sequence[Pass], observer: Observe
 
 
 def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
-    """The fewest ranks that would do where a mesh has too little memory, in words.
+    """In words, the fewest ranks that would do where a mesh has too little memory.
 
-    Fewer than a bound cannot hold the states; which pipeline of more ranks fits is tried, with
-    everything recomputed. Nothing where memory is not the reason, or ranks have several devices.
+    A lower bound follows from the states; longer pipelines are tried, with everything recomputed.
+    Yields nothing where memory is not the reason, or where ranks have different devices.
     """
     mesh, options = problem.mesh, problem.options
     if not mesh.is_uniform or not isinstance(options.schedule, str):
@@ -124,8 +124,8 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
 
 
 def _rows_in_pieces(lean: Problem, passes: Sequence[Pass]) -> Iterator[str]:
-    """The fewest context ranks beside the other ranks of a mesh with which long rows fit, in
-    words, and what a rank holds then."""
+    """In words, the fewest context ranks, besides the other ranks of a mesh, with which long rows
+    fit, and the bytes of the fullest rank."""
     graph, mesh = lean.graph.undivided or lean.graph, lean.mesh
     rows = positions(graph)
     degrees = (mesh.context * 2**k for k in range(1, MOST_PIECES.bit_length()))
@@ -149,7 +149,7 @@ def _rows_in_pieces(lean: Problem, passes: Sequence[Pass]) -> Iterator[str]:
 
 
 def plainest(problem: Problem) -> Problem:
-    """The problem with everything recomputed and nothing to weigh, where that may be decided."""
+    """The problem with everything recomputed and nothing to weigh, as far as options are open."""
     options = _leanest(problem).options
     schedule = "1f1b" if options.schedule in ("auto", "search") else options.schedule
     vocabulary = "whole" if options.vocabulary == "auto" else options.vocabulary
@@ -158,7 +158,7 @@ def plainest(problem: Problem) -> Problem:
 
 
 def _leanest(problem: Problem) -> Problem:
-    """The problem with everything recomputed, where that may be decided."""
+    """The problem with everything recomputed, if that option is open."""
     if problem.options.recompute != "auto":
         return problem
     options = dataclasses.replace(problem.options, recompute="full")
@@ -166,7 +166,8 @@ def _leanest(problem: Problem) -> Problem:
 
 
 def _smallest(low: int, most: int, does: Callable[[int], bool]) -> int | None:
-    """The smallest number from `low` to `most` that does, if all larger ones do; else None.
+    """The smallest number from `low` to `most` for which `does` holds, if it then holds for all
+    larger ones; None if it holds for none.
 
     >>> _smallest(3, 100, lambda n: n >= 37), _smallest(3, 100, lambda n: n >= 101)
     (37, None)
@@ -185,8 +186,8 @@ def _smallest(low: int, most: int, does: Callable[[int], bool]) -> int | None:
 def _least(
     sizes: MicrobatchSizes, candidates: Sequence[Candidate], passes: Sequence[Pass]
 ) -> LeastMemory | None:
-    """The least memory of the meshes with the fewest states on a rank, whose plans have no limit
-    of memory."""
+    """The least memory of plans without a memory limit, for the meshes with the fewest bytes of
+    states on a rank."""
     bounds = Bounds(sizes.problem)
     hardware = dataclasses.replace(sizes.problem.device, memory=ENDLESS)
     plans = []

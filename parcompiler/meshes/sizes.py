@@ -1,6 +1,6 @@
-"""Micro-batches of other rows: the same step in fewer larger ones, or in more smaller ones.
+"""Micro-batches of other sizes: a step of equal rows in fewer larger, or more smaller ones.
 
-rows of a step = micro-batches · rows of each          always the same
+rows of a step = micro-batches · rows of each          constant
     │  capture    the model on each number of rows
     ▼
 the problem for each number of rows
@@ -26,10 +26,10 @@ Wanted = str | tuple[int, ...]
 
 
 def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool) -> Wanted:
-    """The option `microbatch`: a word, or the rows to be weighed beside those given.
+    """The option `microbatch`: a word, or numbers of rows to be weighed besides the given one.
 
-    `again` says that the model can be captured on other rows. Raises InputError for what is not
-    offered, and where nothing can be weighed.
+    `again` says that the model can be captured on other rows. Raises InputError for other values,
+    and where nothing can be weighed.
     """
     wanted: Wanted = given if isinstance(given, str) else _counts(given)
     if wanted not in (GIVEN, AUTO) and (isinstance(wanted, str) or not wanted):
@@ -56,7 +56,7 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
 
 
 def _counts(given: object) -> tuple[int, ...]:
-    """The rows that are listed, each once; none where one is no positive integer."""
+    """The listed numbers of rows, each once; none if one is no positive integer."""
     counts = [whole(item) for item in given] if isinstance(given, Sequence) else []
     positive = [count for count in counts if count is not None and 0 < count <= MOST_PASSES]
     return tuple(dict.fromkeys(positive)) if len(positive) == len(counts) else ()
@@ -66,9 +66,9 @@ def _counts(given: object) -> tuple[int, ...]:
 class MicrobatchSizes:
     """The problem for micro-batches of each number of rows that is weighed.
 
-    `problem` is that of the rows that are given, with one device for its mesh and the micro-batches
-    of all data ranks together; `captured` is its graph as it was captured. `graphs` are those that
-    were captured, by their rows.
+    `problem` is that of the given micro-batch; its mesh is one device, its micro-batches those of
+    all data ranks together. `captured` is its graph as captured. `graphs` are all captured graphs,
+    by the number of rows.
     """
 
     problem: Problem
@@ -78,13 +78,13 @@ class MicrobatchSizes:
     _problems: dict[int | None, Problem] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """The rows that are given are captured already."""
+        """Enter the given micro-batch, which is captured already."""
         self.graphs[self.given] = self.captured
         self._problems[self.given] = self.problem
 
     @cached_property
     def given(self) -> int | None:
-        """The rows of the micro-batch that is given; None where its tensors share none."""
+        """The rows of the given micro-batch; None where its tensors have no common dimension."""
         try:
             return batch_of(self.problem.graph).now
         except Unfit:
@@ -92,8 +92,8 @@ class MicrobatchSizes:
 
     @cached_property
     def rows(self) -> tuple[int | None, ...]:
-        """All numbers of rows that are weighed, those given first. Raises InputError where the
-        micro-batch that is given has none."""
+        """All numbers of rows that are weighed, the given one first. Raises InputError where the
+        given micro-batch has no common dimension of rows."""
         if self.wanted == GIVEN:
             return (self.given,)
         if self.given is None:
@@ -121,7 +121,7 @@ class MicrobatchSizes:
         return 0 if rest else count
 
     def fault(self, rows: int | None) -> str | None:
-        """Why there is no micro-batch of so many rows; None: there is one."""
+        """Why there is no micro-batch of `rows` rows; None if there is one."""
         if rows == self.given:
             return None
         if not self.microbatches(rows):
@@ -135,7 +135,7 @@ class MicrobatchSizes:
         return None
 
     def at(self, rows: int | None) -> Problem:
-        """The problem for micro-batches of so many rows: the model is captured on them. Raises
+        """The problem for micro-batches of `rows` rows, on which the model is captured. Raises
         CaptureError where it refuses them."""
         if rows not in self._problems:
             assert rows is not None, "the rows that are given are captured"
@@ -149,7 +149,7 @@ class MicrobatchSizes:
 
     @cached_property
     def _fixed(self) -> str | None:
-        """Why there are no micro-batches of other rows, or steps of them may have another loss."""
+        """Why there are no micro-batches of other rows, or why their step may have another loss."""
         rows = max(self.given or 0, 2)  # one row alone may be computed in another way than several
         try:
             return batch_dependence(self.at(rows).graph, self.at(2 * rows).graph)

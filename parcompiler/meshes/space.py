@@ -11,15 +11,15 @@ from math import gcd
 
 from parcompiler.mesh import AXES, Cluster, Mesh, divisors
 
-EACH = 4  # micro-batches for each device, unless the user says: as many as a pipeline of all needs
+EACH = 4  # default micro-batches per device: enough for a pipeline of all devices
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh, the micro-batches of each data rank, and its place: the plainest mesh is first, and
-    for each the micro-batch that is given. `rows` are those of a micro-batch, if it has any.
+    """A mesh, the micro-batches of each data rank, and its place in the list: plainer meshes come
+    first, and for each mesh the given micro-batch. `rows` are those of a micro-batch, if any.
 
-    `reason` says why it cannot be, before anything about it is planned.
+    `reason` says why the candidate is impossible, if that is known before planning.
     """
 
     mesh: Mesh
@@ -43,7 +43,7 @@ def space(
 ) -> Iterator[Candidate]:
     """All degrees; the data ranks share the micro-batches equally, so the batch is always the same.
 
-    `microbatches` are those of a step, by the rows of one; `blocks` the parts of the model at the
+    `microbatches` are those of a step, by the rows of one; `blocks` is the number of blocks at the
     finest granularity; degrees of context and expert ranks divide `positions` and `experts`.
 
     >>> candidates = list(space(Cluster(devices_per_node=4), {1: 6}, blocks=3))
@@ -84,8 +84,8 @@ def _meshes(cluster: Cluster, positions: int, experts: int) -> Iterator[Mesh]:
 
 
 def are_neighbours(one: Mesh, other: Mesh) -> bool:
-    """Whether meshes of a cluster are equal but for a prime factor that is at home on another axis,
-    and for their expert ranks.
+    """Whether two meshes of a cluster differ by one prime factor that moves between two axes, apart
+    from their expert ranks.
 
     >>> are_neighbours(Mesh(tensor=4, data=6), Mesh(tensor=4, data=2, context=3))
     True

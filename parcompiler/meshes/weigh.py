@@ -1,4 +1,4 @@
-"""One mesh in full: the plan that `compile` would make for it, and what its step takes."""
+"""Weighs one mesh: the plan that `compile` would make for it, and the figures of its step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CheckLowered = Callable[[Lowered], None]
 def planned(
     problem: Problem, passes: Sequence[Pass], rows: int | None = None
 ) -> tuple[Plan, MeshChoice]:
-    """The fastest plan of a problem, whose micro-batches have so many rows, and its figures.
+    """The fastest plan of a problem, whose micro-batches have `rows` rows, and its figures.
 
     Raises what the passes raise: InfeasibleError when nothing fits, InputError for options that
     this mesh cannot have.
@@ -38,7 +38,7 @@ def planned(
 
 
 def unplanned(candidate: Candidate) -> MeshChoice:
-    """The mesh of a candidate, of which nothing is known yet."""
+    """The report's line for a candidate, without figures."""
     mesh, count = candidate.mesh, candidate.microbatches
     return MeshChoice(
         mesh.pipeline, mesh.tensor, mesh.data, count, candidate.rows, reason=candidate.reason,
@@ -58,8 +58,8 @@ def on_mesh(problem: Problem, candidate: Candidate) -> Problem:
 def figures(
     problem: Problem, plan: Plan, rows: int | None, check: CheckLowered = lambda lowered: None
 ) -> MeshChoice:
-    """The simulated step of a plan, and what its ranks do in it, in their mean. Raises InputError
-    if `check` does: where what is asked for does not go with these stages."""
+    """Figures of the simulated step of a plan: seconds, memory, and what ranks do on average.
+    Raises InputError if `check` does: where the options do not go with these stages."""
     assert plan.granularity is not None, "the passes decide it"
     rank_problem = local(problem, plan)
     lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
