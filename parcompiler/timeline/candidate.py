@@ -1,7 +1,7 @@
-"""What an order of compute takes before anything is lowered: its step as the simulator says it.
+"""Time and memory of an order of compute before it is lowered, equal to those of the simulator.
 
-A candidate is written as the instruction lists that lowering would write, and these are run with
-its seconds and bytes. The lists depend on the order alone, so they are written once for all costs.
+The tasks of a candidate are those of the instruction lists that lowering would write; they are run
+with its seconds and bytes. They depend only on the order, so they are made once for all costs.
 
 >>> from parcompiler.schedules import build
 >>> costs = [StageCost(forward=1.0, backward=2.0, resident=100, saved=10)] * 2
@@ -37,7 +37,7 @@ from parcompiler.timeline.steady import StepPart
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of a step, the most bytes on each rank, and when each action begins and ends."""
+    """Seconds of a step, peak bytes of each rank, and start and end of each action by rank."""
 
     step_time: float
     peak_memory: tuple[int, ...]
@@ -50,7 +50,7 @@ def timing(
     messages: Sequence[Message],
     vocabulary: VocabularyCost | None = None,
 ) -> Timing:
-    """What `simulate` says of a schedule whose stage j costs `costs[j]`.
+    """The step of a schedule whose stage j costs `costs[j]`, as `simulate` would time it.
 
     Messages are in the order in which a stage sends those of one micro-batch. `vocabulary` is the
     cost of the layers that all ranks share, S and T of the schedule among them. Raises PlanError
@@ -70,7 +70,7 @@ def timing(
     return Timing(moments.last, timed.peaks(moments), spans)
 
 
-Schedules = Callable[[int], Schedule]  # by micro-batches
+Schedules = Callable[[int], Schedule]  # number of micro-batches -> schedule
 
 
 def timing_of_many(
@@ -80,8 +80,8 @@ def timing_of_many(
     messages: Sequence[Message],
     vocabulary: VocabularyCost | None = None,
 ) -> Timing:
-    """`timing` of `at(microbatches)`, without its spans, sooner where that repeats itself. The most
-    bytes are those of what was run."""
+    """`timing` of `at(microbatches)`, without its spans; faster where the order repeats itself. The
+    peaks are those of the parts that were run."""
     few = _few(at, microbatches)
     if few is not None:
         timed = _timed(at(few), costs, messages, vocabulary)
@@ -97,7 +97,7 @@ def timing_of_many(
 def step_time(
     at: Schedules, microbatches: int, costs: Sequence[StageCost], messages: Sequence[Message]
 ) -> float:
-    """The seconds of `timing_of_many` alone, sooner; no layers that all ranks share."""
+    """The seconds of `timing_of_many` alone, which is faster; without shared layers."""
     few = _few(at, microbatches)
     if few is not None:
         found = _timed(at(few), costs, messages).run_many(microbatches)
@@ -107,7 +107,7 @@ def step_time(
 
 
 def _few(at: Schedules, microbatches: int) -> int | None:
-    """So few micro-batches as tell the step of so many; None where these are not many."""
+    """A smaller number of micro-batches from which the step of `microbatches` follows, if any."""
     ranks = at(1).ranks
     rounds = rounds_to_spare(ranks, microbatches)
     return microbatches - rounds * ranks if rounds else None
@@ -124,7 +124,7 @@ class TimedOrder:
     vocabulary: VocabularyCost
 
     def run(self) -> Moments:
-        """When everything begins and ends."""
+        """Start and end of every task and exchange."""
         return self.walk.events.run(self.seconds)
 
     def run_many(self, microbatches: int) -> tuple[float, list[StepPart]] | None:
@@ -134,7 +134,7 @@ class TimedOrder:
 
     @cached_property
     def holding(self) -> MemoryUse:
-        """What the order holds."""
+        """The memory use of the order."""
         return self.walk.memory(
             frozenset(j for j, cost in enumerate(self.costs) if not cost.trained)
         )
@@ -160,7 +160,7 @@ class TimedOrder:
         return found
 
     def peaks(self, moments: Moments, begin: float = 0.0, end: float = INFINITY) -> tuple[int, ...]:
-        """The most bytes on each rank between two moments."""
+        """Peak bytes of each rank between two moments."""
         lookups = max(1, len(self.vocabulary.users))
         embedded, x = self.vocabulary.embedded_bytes // lookups, self.vocabulary.x_bytes
 
@@ -201,7 +201,7 @@ def order_peaks(
     costs: Sequence[StageCost],
     messages: Sequence[Message],
 ) -> tuple[int, ...]:
-    """The peaks of `timing` alone, sooner, for orders that end; no layers that all ranks share."""
+    """The peaks of `timing` alone, which is faster, for orders that end; without shared layers."""
     timed = TimedOrder(OrderWalk(tasks, orders), orders, costs, messages, VocabularyCost())
     return timed.peaks(timed.run())
 
@@ -212,7 +212,7 @@ def pairs_of(messages: Sequence[Message]) -> list[tuple[float, float]]:
 
 
 def links_of(messages: Sequence[Message]) -> tuple[StageLink, ...]:
-    """What joins the stages, whatever it takes."""
+    """The links between stages, without costs."""
     return tuple(StageLink(x.source, x.targets, x.gradient is not None) for x in messages)
 
 
@@ -220,7 +220,7 @@ def links_of(messages: Sequence[Message]) -> tuple[StageLink, ...]:
 def _tasks(
     placement: tuple[int, ...], links: tuple[StageLink, ...], microbatches: int
 ) -> OrderTasks:
-    """Who waits for whom, whatever the order."""
+    """The dependencies, which hold for any order. Cached."""
     return OrderTasks(placement, links, microbatches)
 
 
@@ -231,7 +231,7 @@ def _walk(
     links: tuple[StageLink, ...],
     layers: SharedLayers | None,
 ) -> OrderWalk:
-    """A walk through an order that ends, whatever its seconds are."""
+    """A walk through an order, for any seconds. Cached. Raises PlanError if it never ends."""
     if layers is None:
         microbatches = 1 + max(action.microbatch for order in orders for action in order)
         walk = OrderWalk(_tasks(placement, links, microbatches), orders)
@@ -244,7 +244,7 @@ def _walk(
 def _check(
     placement: Sequence[int], costs: Sequence[StageCost], messages: Sequence[Message]
 ) -> None:
-    """Raise InputError for costs and messages of other stages than there are."""
+    """Raise InputError for costs and messages that do not match the stages."""
     stages = len(placement)
     if len(costs) != stages:
         message = f"every stage needs a cost ({stages} stages, {len(costs)} costs)"
@@ -260,7 +260,7 @@ def _check(
 
 
 def _check_end(orders: Orders, stuck: Sequence[tuple[int, int]]) -> None:
-    """Raise PlanError that names the actions at which ranks wait for ever."""
+    """Raise PlanError, naming the actions at which ranks wait for ever."""
     if stuck:
         first = f"the schedule never ends: {len(stuck)} of its {len(orders)} ranks wait"
         where = (f"  * rank {rank} at {orders[rank][k].cell}" for rank, k in stuck)

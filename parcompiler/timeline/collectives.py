@@ -1,19 +1,19 @@
-"""The collectives of the layers that all ranks share, and where they stand on each rank.
+"""The collectives of the layers that all ranks share, and their places in the order of each rank.
 
     embedding   EMBED on every rank ─► REDUCE e to its user ─► FORWARD
                 BACKWARD ─► BROADCAST e.grad ─► EMBED_BACKWARD on every rank
     head        FORWARD ─► BROADCAST x ─► S on every rank ─► EXCHANGE ─► ...
                                                        ... ─► REDUCE x.grad ─► BACKWARD
 
-No collective holds up a rank, but all ranks must begin them in one order: that in which the rank
-that gives x comes to them. Each has them in this order as early as it can, behind what it gives
-itself. So that x never waits for an embedding, these go along with an S (vocab-2, L has F and B):
+No collective holds up a rank, but all ranks must begin them in one order: that of the rank that
+gives x. Each rank has them in this order as early as it can, after its own contribution. So that x
+never waits for an embedding, these go along with an S (vocab-2; F and B of the head are on L):
 
     rank L   F3 x3 │ B1 │ EMBED e5, e5 │ T2 │ S3 │ EXCHANGE 3, x3.grad, e1.grad │ F4 x4
     rank r      x3 │ F5 │ EMBED e5, e5 │ T2 │ S3 │ EXCHANGE 3, x3.grad, e1.grad, x4 │ B2
 
-e1.grad goes with the first S that the rank of its user does behind the backward; what is behind the
-last S goes when all else is done.
+e1.grad goes with the first S on its user's rank after the backward; gradients after the last S go
+at the end, after everything else.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ KIND_OF = {
 
 
 class Collective(NamedTuple):
-    """A collective for a micro-batch: `what` is x, x.grad, e, e.grad, or what is exchanged.
+    """A collective for a micro-batch: `what` is x, x.grad, e, e.grad, or the name of an exchange.
 
-    `number` is that of an embedding.
+    `number` is that of the embedding.
     """
 
     what: str
@@ -46,10 +46,8 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedLayers:
-    """The layers that all ranks share: `users` of the embeddings, `source` of what the head takes.
-
-    These are stages; `source` is None without a head.
-    """
+    """The layers that all ranks share: `users` are the stages that read the embeddings, `source` is
+    the stage that makes the input x of the head (None without a head)."""
 
     method: str
     users: tuple[int, ...]
@@ -58,18 +56,18 @@ class SharedLayers:
 
     @property
     def early(self) -> bool:
-        """Whether the gradient of x comes of S, not of T."""
+        """Whether S makes the gradient of x, not T."""
         return self.method == "vocab-2"
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """What follows S, and NORMALIZE where there is one."""
+        """The exchanges after S and, where there is one, after NORMALIZE."""
         exact = self.method in ("naive", "interlaced")
         return ("maximum", "sum") if exact else ("statistics",)
 
 
 def rows_of(layers: SharedLayers) -> Iterator[tuple[str, int]]:
-    """What collectives there are for each micro-batch, with the number of an embedding."""
+    """The collectives of each micro-batch, as pairs (what, number of the embedding)."""
     for k in range(len(layers.users)):
         yield from (("e", k), ("e.grad", k))
     if layers.source is not None:
@@ -77,12 +75,12 @@ def rows_of(layers: SharedLayers) -> Iterator[tuple[str, int]]:
 
 
 def done(action: Action) -> Action:
-    """What others wait for: both backwards that give gradients of inputs count as one."""
+    """The action as others wait for it: both backwards that give gradients of inputs are one."""
     return action._replace(kind=Kind.BACKWARD) if action.kind in BACKWARDS else action
 
 
 def needs(action: Action, layers: SharedLayers) -> Iterator[Collective]:
-    """The collectives that must be over before an action."""
+    """The collectives that must have ended before an action."""
     kind, j, i = action
     if kind is Kind.FORWARD:
         yield from (Collective("e", k, i) for k, user in enumerate(layers.users) if user == j)
@@ -101,9 +99,10 @@ def needs(action: Action, layers: SharedLayers) -> Iterator[Collective]:
 def returned(
     order: Iterable[Action], k: int, layers: SharedLayers
 ) -> tuple[dict[int, list[int]], list[int]]:
-    """Behind which S the gradients of an embedding go to all: the next one on the user's rank.
+    """The S after which the gradients of embedding `k` are broadcast: the next on the user's rank.
 
-    By micro-batch of that S, the micro-batches; and those behind which there is none.
+    Maps the micro-batch of each such S to the micro-batches of the gradients; then lists those
+    after which there is no S.
     """
     found: dict[int, list[int]] = {}
     pending: list[int] = []
@@ -136,12 +135,12 @@ def placed(
 
 
 class _Line(NamedTuple):
-    """A collective behind what every rank gives for it, or `one` alone."""
+    """A collective, and the action that it follows: `given` on every rank, or `one` on its rank."""
 
     meeting: Collective
     given: Action | None
     one: Action | None = None
-    last: bool = False  # whether the others do all else before
+    last: bool = False  # whether it is at the end of the other ranks' orders
 
 
 def _sequence(
@@ -149,7 +148,7 @@ def _sequence(
     layers: SharedLayers,
     gradients: Sequence[tuple[dict[int, list[int]], list[int]]],
 ) -> Iterator[_Line]:
-    """The collectives that all ranks have in common, from the order of the rank that gives x."""
+    """The common sequence of collectives, from the order of the rank that gives x."""
     for action in order:
         kind, j, i = action
         if kind is Kind.EMBED:
@@ -177,7 +176,8 @@ def _sequence(
 def _own(
     line: _Line, end: Action | None, rank: int, placement: Sequence[int]
 ) -> tuple[Collective, Action | None]:
-    """A collective with what a rank has it behind, at last its `end`; None for nothing."""
+    """A collective with the action that it follows on a rank (None: no action). `end` is the action
+    that the last collectives follow."""
     meeting, given, one, last = line
     if one is not None and placement[one.stage] == rank:
         given = one

@@ -1,10 +1,10 @@
-"""What the tasks of a step take: seconds and bytes of stages, of messages, of the vocabulary.
+"""Costs of the tasks of a step: seconds and bytes of stages, of messages, of the vocabulary.
 
-Parameters have no gradients at first; then those of one micro-batch after another are added to what
-the first backward of their stage has left.
+The first backward of a stage allocates the gradients of its parameters; later micro-batches add to
+them.
 
-    F0 F1 B0 F2 B1 ..       [1] B0 makes all of them
-    F0 F1 I0 F2 I1 W0 ..    [2] I0 makes those that linear layers do not leave, and W0 the rest
+    F0 F1 B0 F2 B1 ..       [1] B0 makes all gradients
+    F0 F1 I0 F2 I1 W0 ..    [2] I0 makes those that linear layers do not leave to W, W0 the rest
 
 >>> cost = StageCost(1.0, 2.0, resident=9, saved=10, first=First(gradients=7, backward_more=2))
 >>> made = Made()
@@ -22,9 +22,9 @@ from parcompiler.instruction import Kind
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """What the first backward of a step leaves on a stage: `gradients` bytes. Of one in two parts,
-    the second leaves `later` of them. They come one by one: while that runs, the others are alive
-    in place of those that `StageCost` has under the same names."""
+    """The first backward of a step on a stage: it leaves `gradients` bytes, `later` of them by its
+    second part where it has two. As they are made one by one, `backward_more`, `input_more` and
+    `weight_more` replace those of `StageCost` in the first backward."""
 
     gradients: int = 0
     later: int = 0
@@ -35,25 +35,25 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one micro-batch costs on one stage.
+    """Costs of one micro-batch on one stage.
 
     `forward` and `backward` are seconds of compute, `weight` the part of `backward` that can be
-    left for later (products for weight gradients); where its two parts run apart, the first takes
-    `hidden` seconds more, as no collective then runs beside such products. `saved` are bytes kept
-    from the begin of FORWARD to the end of BACKWARD of one micro-batch, without the tensors that
-    were received; where the backward has two parts, to the end of the first, and then `left` to the
-    end of the second (None: the same bytes). What is alive for the time of one instruction only
-    comes on top: `forward_more` while FORWARD runs, `backward_more`, `input_more` and `weight_more`
-    while BACKWARD and its two parts do.
+    left for later (products for weight gradients). Where the two parts of a backward run apart, the
+    first takes `hidden` seconds more, as no such product then runs beside a collective. `saved` are
+    bytes kept from the start of FORWARD to the end of BACKWARD of one micro-batch, without received
+    tensors; where the backward has two parts, to the end of the first, and then `left` bytes (None:
+    as many) to the end of the second. Bytes alive only during one instruction come on top:
+    `forward_more` during FORWARD; `backward_more`, `input_more` and `weight_more` during BACKWARD
+    and its two parts.
 
     `resident` are bytes of parameters, gradients, optimizer states and constants; the gradients
-    among them are there from the `first` backward of a step on. `update` (shards of summed
-    gradients, with the copy of a bucket) are added in the optimizer's step, which takes `step`
-    seconds for its parameters. `gathered` are its parameters, from when data ranks begin to make
-    them whole until they are in parts again. `ready` are the seconds behind the optimizer's step
-    before which the first forward may not begin, if all that it reads is to be gathered by then.
-    `host` are bytes of each micro-batch in flight that wait in the host's memory. A stage that is
-    not `trained` has no backward, and what it saves is free after its forward.
+    among them exist from the `first` backward of a step on. `update` bytes (shards of summed
+    gradients, and the copy of a bucket) are added in the optimizer's step, which takes `step`
+    seconds for the stage's parameters. `gathered` are bytes of the whole parameters, from the start
+    of their gather until they are in parts again. `ready` are seconds after the optimizer's step
+    before which the first forward may not start, so that the parameters that it reads are gathered
+    in time. `host` are bytes in the host's memory for each micro-batch in flight. A stage that is
+    not `trained` has no backward, and frees what it saves after its forward.
     """
 
     forward: float
@@ -81,8 +81,8 @@ class StageCost:
         return self.resident - self.first.gradients
 
     def bytes(self, kind: Kind) -> tuple[int, int]:
-        """What one compute instruction changes, in bytes: with its begin, and with its end; but for
-        gradients that stay (see `Made`).
+        """Bytes that one compute instruction adds at its start, and adds (negative: frees) at its
+        end, without gradients that stay (see `Made`).
 
         >>> cost = StageCost(1.0, 2.0, resident=0, saved=10, left=4, input_more=3)
         >>> [cost.bytes(kind) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
@@ -114,7 +114,7 @@ class StageCost:
 class Message:
     """A value of `nbytes` that stage `source` gives to the stages `targets`.
 
-    It occupies a link for `seconds`, its gradient for `gradient`; None when nothing comes back.
+    It occupies a link for `seconds`, its gradient for `gradient` seconds (None: no gradient).
     """
 
     source: int
@@ -125,14 +125,14 @@ class Message:
 
 
 class Made:
-    """The gradients so far, of which each compute instruction is told in its order."""
+    """Gradients allocated so far; `bytes` must be called for all compute instructions in order."""
 
     def __init__(self) -> None:
         self.of: dict[int, int] = {}  # bytes by stage
-        self.complete: set[int] = set()  # the stages that have all
+        self.complete: set[int] = set()  # stages whose gradients are all allocated
 
     def bytes(self, stage: int, cost: StageCost, kind: Kind) -> tuple[int, int]:
-        """What an instruction of a stage changes, in bytes: with its begin, and with its end."""
+        """Bytes that an instruction of a stage adds at its start, and at its end."""
         taken, given = cost.bytes(kind)
         if kind is Kind.FORWARD or stage in self.complete:
             return taken, given
@@ -156,16 +156,16 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyCost:
-    """Seconds and bytes of one micro-batch on each rank; all ranks have equal shares.
+    """Costs of a vocabulary on all ranks, for one micro-batch on each rank, in equal shares.
 
     `s` to `embed_backward` are seconds of compute. `broadcast` (of x), `exchange` (once) and
     `reduce` (of the gradient of x) are seconds of the collectives of the head; `embed_reduce` and
-    `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes that a
-    rank holds all the time, `saved` from the begin of S to the end of T, without x, and `more`
-    while the softmax is computed: in S, or in NORMALIZE where there is one. The optimizer's step
-    takes `step` seconds for them. `source` is the stage that gives x, `users` has for each
-    embedding the stage that takes it. x has `x_bytes`, all that is embedded `embedded_bytes`.
-    `method` says what the last backward waits for.
+    `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes held all
+    the time, `saved` from the start of S to the end of T, without x, and `more` while the softmax
+    is computed: in S, or in NORMALIZE where there is one. The optimizer's step takes `step` seconds
+    for its parameters. `source` is the stage that gives x, `users` has for each embedding the stage
+    that reads it. x has `x_bytes`, all embedded values together `embedded_bytes`. `method` decides
+    what the last backward waits for.
     """
 
     s: float = 0.0

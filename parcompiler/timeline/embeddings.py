@@ -1,11 +1,11 @@
-"""Where the embeddings that all ranks compute stand in the orders.
+"""Places, in the orders of all ranks, of the embeddings that all ranks compute.
 
-An embedding is looked up one micro-batch ahead of its user, and its gradient added when it has had
-time to arrive. With a head, the collectives of both must not hold up those of the head, whatever
-the seconds of each action are. So all ranks have them at the same S and T:
+An embedding is looked up one micro-batch ahead of its user, and its gradient is added when it has
+had time to arrive. With a head, the collectives of embeddings must not hold up those of the head,
+for any seconds of the actions. So all ranks have them at the same S and T:
 
-    EMBED e            in front of the last S that all ranks have begun by that moment
-    EMBED_BACKWARD e   behind the T of the first S that the rank of the user does afterwards
+    EMBED e            before the last S that all ranks have begun by that moment
+    EMBED_BACKWARD e   after the T of the first S on the user's rank after its backward
 
 Without a head, all ranks have them at the same moments of a walk.
 """
@@ -22,9 +22,9 @@ from parcompiler.schedules.action import NOWHERE, Action
 from parcompiler.timeline.collectives import SharedLayers, returned
 from parcompiler.timeline.order import OrderWalk, Span, StageLink, walked
 
-Moment = tuple[float, Action]  # from when on
+Moment = tuple[float, Action]  # the earliest time of an action
 
-AFTER = 1  # how long a broadcast may take beside the compute
+AFTER = 1  # time of the walk that a broadcast may take beside the compute
 
 
 def whole_walk(
@@ -34,7 +34,7 @@ def whole_walk(
     layers: SharedLayers | None = None,
     basis: OrderWalk | None = None,
 ) -> OrderWalk:
-    """A walk through orders that have the head of `layers`, not the embeddings."""
+    """A walk through orders that contain the head of `layers`, with the embeddings inserted."""
     if layers is not None and layers.users:
         basis = walked(placement, orders, links, replace(layers, users=()), basis)
         orders = with_embeddings(placement, orders, basis.spans, layers)
@@ -47,8 +47,8 @@ def with_embeddings(
     found: Sequence[Sequence[Span]],
     layers: SharedLayers,
 ) -> Sequence[Sequence[Action]]:
-    """The orders with EMBED, and EMBED_BACKWARD in training, on every rank, by when actions begin
-    and end without these."""
+    """The orders with EMBED and, in training, EMBED_BACKWARD on every rank. `found` are start and
+    end of each action without these."""
     spans = {
         action: span
         for order, own in zip(orders, found, strict=True)
@@ -72,14 +72,15 @@ def inserted(
     spans: Sequence[Sequence[Span]],
     moments: Sequence[Moment],
 ) -> Sequence[Sequence[Action]]:
-    """The orders with actions put before what begins at their moments or later."""
+    """The orders, with each action of `moments` inserted before those that begin at its time or
+    later."""
     return [
         list(_merged(order, found, moments)) for order, found in zip(orders, spans, strict=True)
     ]
 
 
 def _lookups(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[Moment]:
-    """From when on each lookup may stand: since its user began with the micro-batch before."""
+    """The earliest time of each lookup: when its user begins with the micro-batch before."""
     for k, user in enumerate(users):
         for action in spans:
             if action.stage == user and action.kind is Kind.FORWARD:
@@ -88,7 +89,7 @@ def _lookups(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[Mom
 
 
 def _gradients(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[Moment]:
-    """From when on the gradient of each lookup may stand."""
+    """The earliest time of the gradient of each lookup."""
     for k, user in enumerate(users):
         for action, (_, end) in spans.items():
             if action.stage == user and action.kind in BACKWARDS:
@@ -100,7 +101,7 @@ def _in_front(
     spans: Sequence[Sequence[Span]],
     lookups: Sequence[Moment],
 ) -> tuple[dict[Action, list[Action]], list[Moment]]:
-    """The lookups in front of each S, and those that come before any S."""
+    """The lookups before each S, and those that come before every S."""
     begun: dict[Action, float] = {}  # on all ranks
     for order, found in zip(orders, spans, strict=True):
         for action, (begin, _) in zip(order, found, strict=True):
@@ -121,7 +122,7 @@ def _in_front(
 def _behind(
     placement: Sequence[int], orders: Sequence[Sequence[Action]], layers: SharedLayers
 ) -> tuple[dict[Action, list[Action]], list[Action]]:
-    """The gradients of lookups behind each T, and those at the end."""
+    """The gradients of lookups after each T, and those at the end."""
     behind: dict[Action, list[Action]] = {}
     tail = []
     for k, user in enumerate(layers.users):
@@ -140,7 +141,7 @@ def _anchored(
     first: Sequence[Moment],
     behind: Mapping[Action, Sequence[Action]],
 ) -> Iterator[Action]:
-    """The order of one rank with what stands in front of its actions and behind them."""
+    """The order of one rank with the actions that go before and after its own."""
     left = 0
     for action, (begin, _) in zip(order, spans, strict=True):
         while left < len(first) and (first[left][0] <= begin or action.kind is Kind.S):
@@ -155,7 +156,7 @@ def _anchored(
 def _merged(
     order: Sequence[Action], spans: Sequence[Span], moments: Sequence[Moment]
 ) -> Iterator[Action]:
-    """The order of one rank with these actions; both are sorted by time."""
+    """The order of one rank merged with these actions; both are sorted by time."""
     left = 0
     for action, (begin, _) in zip(order, spans, strict=True):
         while left < len(moments) and moments[left][0] <= begin:

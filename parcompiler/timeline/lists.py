@@ -1,4 +1,4 @@
-"""An order of compute as instruction lists: every step of a walk by its instruction."""
+"""Writes an order of compute as instruction lists: one instruction for each step of a walk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from parcompiler.timeline.order import OrderWalk, Step, TransferEnd
 
 @dataclass(frozen=True, slots=True)
 class InstructionNames:
-    """The names and ranks that instructions have: of the links' values, by embedding the value and
-    the rank that uses it, and of what the head takes and the rank that gives it."""
+    """Names and ranks in instructions: the values of the links; the value of each embedding and the
+    rank that uses it; the input of the head and the rank that gives it."""
 
     values: Sequence[str]
     embedded: Sequence[tuple[str, int]] = ()
@@ -37,9 +37,9 @@ class InstructionNames:
     def lists(
         self, walk: OrderWalk, untrained: AbstractSet[int] = frozenset(), rounds: int = 0
     ) -> list[tuple[Instruction, ...]] | None:
-        """The instructions of every rank, without backwards of the `untrained` stages: these would
-        compute, send and receive nothing. With `rounds` more than the walk has; None where it does
-        not say these."""
+        """The instructions of every rank, without backwards of the `untrained` stages, which would
+        compute, send and receive nothing. The loop is repeated by `rounds` further rounds; None if
+        the walk has no loop that allows this."""
         if not rounds:
             (whole,) = walk.parts()
             return [tuple(self._lines(steps, untrained)) for steps in whole]
@@ -77,8 +77,8 @@ class InstructionNames:
 def _lengthened(
     parts: Sequence[Sequence[Instruction]], rounds: int, period: int
 ) -> Iterator[Instruction]:
-    """A list with as many rounds more: `parts` are what stands before its last round of a period of
-    micro-batches, that round, and what stands behind it."""
+    """A list with further rounds: `parts` are the instructions before its last round (of `period`
+    micro-batches), those of that round, and those after it."""
     before, last, behind = parts
     yield from before
     for k in range(rounds + 1):
@@ -87,7 +87,7 @@ def _lengthened(
 
 
 def _later(lines: Iterable[Instruction], more: int) -> Iterator[Instruction]:
-    """The lines for micro-batches that come so many later."""
+    """The lines with `more` added to their micro-batches."""
     for line in lines:
         assert line.microbatch is not None
         i = line.microbatch + more

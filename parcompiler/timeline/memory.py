@@ -1,10 +1,10 @@
-"""The bytes on each rank while a step runs: what computing takes, and the tensors of exchanges.
+"""The bytes on each rank while a step runs: of compute, and of the tensors of exchanges.
 
-A micro-batch takes memory from the begin of its forward to the end of its backward (see
-`StageCost.bytes`), gradients of parameters from the first backward on, a received tensor from when
-its receive was posted to its last use, a sent one until it is out.
+A micro-batch takes memory from the start of its forward to the end of its backward (see
+`StageCost.bytes`), gradients of parameters from the first backward on, a received tensor from the
+posting of its receive to its last use, a sent tensor until it has been sent.
 
-What is held from which task to which depends on the order alone: it is written once, in arrays
+The tasks between which something is held depend only on the order: they are stored once, in arrays
 (`MemoryUse`), and every timing of the order sorts and sums these.
 """
 
@@ -49,7 +49,7 @@ class Buffer(NamedTuple):
 
 
 class TaskArrays(NamedTuple):
-    """The tasks of all ranks, rank after rank in their order, and what each is."""
+    """The tasks of all ranks, rank after rank in their order, one per row."""
 
     task: Ints
     rank: Ints
@@ -58,12 +58,12 @@ class TaskArrays(NamedTuple):
     microbatch: Ints
 
     def where(self, mask: NDArray[np.bool_]) -> TaskArrays:
-        """Some of them."""
+        """The tasks selected by `mask`."""
         return TaskArrays(*(column[mask] for column in self))
 
 
 class BufferArrays(NamedTuple):
-    """Buffers, each of one of some exchanges."""
+    """Buffers, one per row, each of one of `exchanges`."""
 
     exchanges: Sequence[object]
     rank: Ints
@@ -73,7 +73,7 @@ class BufferArrays(NamedTuple):
 
 
 class HeldSteps(NamedTuple):
-    """The bytes held on a rank from each second on."""
+    """The bytes held on a rank, from each of `seconds` on."""
 
     seconds: Floats
     nbytes: Ints
@@ -91,8 +91,8 @@ class HeldSteps(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What the tasks of some orders hold, whatever they take; `returns` says of each whether its
-    micro-batch goes back through its stage."""
+    """Memory use of the tasks of some orders, for any costs; `returns` says for each task whether
+    its micro-batch has a backward on its stage."""
 
     ranks: int
     tasks: TaskArrays
@@ -101,8 +101,8 @@ class MemoryUse:
 
     @cached_property
     def first_backwards(self) -> list[int]:
-        """Compute tasks, as places in `tasks`, up to the first whole or second backward of every
-        stage: what they leave differs from all others (see `Made`)."""
+        """Backwards, as places in `tasks`, up to the first whole one, or first second part, of each
+        stage: they leave gradients that no others leave (see `Made`)."""
         found, complete = [], set[int]()
         ends = NUMBER[Kind.BACKWARD], NUMBER[Kind.BACKWARD_WEIGHT]
         back = (self.tasks.kind < len(COMPUTE)) & (self.tasks.kind != NUMBER[Kind.FORWARD])
@@ -135,8 +135,8 @@ class MemoryUse:
         vocabulary: VocabularyCost,
         size: Callable[[Any], int],
     ) -> list[HeldSteps]:
-        """By rank, the bytes from each second on: what is resident with the begin of the step, and
-        what the optimizer's step takes with its end. `size` says the bytes of an exchange."""
+        """By rank, the bytes held: resident ones from the start of the step, those of the
+        optimizer's step at its end. `size` gives the bytes of an exchange."""
         begins, ends = np.array(moments.begins), np.array([*moments.ends, -INFINITY])
         made, home = Made(), np.array(placement, np.int64)
         parts = list(self._computing(begins, ends, costs, vocabulary, made))
@@ -150,7 +150,7 @@ class MemoryUse:
         parts.append((every, 0.0, vocabulary.resident))
         parts.append((home, 0.0, np.array([cost.early for cost in costs], np.int64)))
         updates = np.zeros(self.ranks, np.int64)
-        for j in made.of:  # the update follows where stages have gone back
+        for j in made.of:  # only stages with a backward have an update
             updates[placement[j]] += costs[j].update
         parts.append((every, end, updates))
         return _summed(parts, self.ranks, EXACT * float(end))
@@ -163,7 +163,7 @@ class MemoryUse:
         vocabulary: VocabularyCost,
         made: Made,
     ) -> Iterator[Change]:
-        """What compute takes with its begin and gives back with its end."""
+        """Bytes that compute tasks add at their start, and free at their end."""
         task, rank, kind, stage, _ = self.tasks
         table = np.array([[cost.bytes(kind) for kind in KINDS[: len(COMPUTE)]] for cost in costs])
         own = kind < len(COMPUTE)
@@ -184,12 +184,12 @@ class MemoryUse:
         yield rank, ends[task], given
 
 
-Change = tuple[Ints, Floats | float, Ints | int]  # ranks, seconds, bytes more from then on
+Change = tuple[Ints, Floats | float, Ints | int]  # ranks, seconds, bytes added from then on
 
 
 def _summed(changes: Sequence[Change], ranks: int, rounding: float) -> list[HeldSteps]:
-    """The bytes held on each rank from each change on; what happens at one moment, but for the
-    rounding of sums of seconds, happens at once."""
+    """The bytes held on each rank after each change. Changes at one moment, up to the `rounding` of
+    sums of seconds, are one."""
     rank = np.concatenate([where for where, _, _ in changes])
     at = np.concatenate([np.broadcast_to(when, len(where)) for where, when, _ in changes])
     size = np.concatenate([np.broadcast_to(more, len(where)) for where, _, more in changes])
@@ -206,7 +206,7 @@ def _summed(changes: Sequence[Change], ranks: int, rounding: float) -> list[Held
 def task_arrays(
     orders: Sequence[Sequence[int]], lines: Sequence[Sequence[ScheduledLine]]
 ) -> TaskArrays:
-    """The tasks of each rank with what they are."""
+    """The tasks of each rank and their lines in arrays."""
 
     def column(values: Iterable[int | None]) -> Ints:
         return np.array([NOWHERE if x is None else x for x in values], np.int64)
@@ -246,7 +246,7 @@ def joined(exchanges: Sequence[object], parts: Sequence[BufferArrays]) -> Buffer
 
 
 def returning(tasks: TaskArrays, trained: AbstractSet[Place]) -> NDArray[np.bool_]:
-    """Of each task, whether its stage and micro-batch are `trained`."""
+    """For each task, whether its stage and micro-batch are in `trained`."""
     none = [None if stage == NOWHERE else stage for stage in tasks.stage.tolist()]
     places = zip(none, tasks.microbatch.tolist(), strict=True)
     return np.array([place in trained for place in places], bool)

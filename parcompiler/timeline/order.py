@@ -1,8 +1,8 @@
-"""Orders of compute as tasks, before anything is lowered: who waits for whom, in any order.
+"""Orders of compute as tasks with dependencies, before anything is lowered.
 
-An action has a code: class · m + i for micro-batch i of m. Stages have three classes each (forward;
-backward, or its part for inputs; its part for weights), and what every rank does for the vocabulary
-has one for each rank. Messages and collectives have rows behind: a row holds for all micro-batches.
+An action has a code: class · m + i for micro-batch i of m. A stage has three classes (forward;
+backward, or its part for inputs; its part for weights). Each rank has a class for every pass of the
+vocabulary. Messages and collectives have rows of m numbers, one per micro-batch, after the classes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ PLACE = {  # both backwards give what other stages wait for, so they share a pla
     Kind.BACKWARD_INPUT: 1,
     Kind.BACKWARD_WEIGHT: 2,
 }
-UNITS = {Kind.BACKWARD: 2, Kind.EMBED: 0, Kind.EMBED_BACKWARD: 0}  # everything else takes 1
+UNITS = {Kind.BACKWARD: 2, Kind.EMBED: 0, Kind.EMBED_BACKWARD: 0}  # time in a walk; others take 1
 
 
 Span = tuple[float, float]  # begin and end
 
 
 class StageLink(NamedTuple):
-    """A value between stages, as a message says it."""
+    """A value between stages, without its costs."""
 
     source: int
     targets: tuple[int, ...]
@@ -58,7 +58,7 @@ class StageLink(NamedTuple):
 def detached(source: int, users: Mapping[int, bool], placement: Sequence[int]) -> tuple[int, ...]:
     """The stages that use a value of stage `source` on ranks that send no gradient of it back.
 
-    `users` says of each stage whether its use leads to the loss.
+    `users` says for each stage whether its use leads to the loss.
 
     >>> detached(0, {1: True, 2: False, 3: False}, placement=[0, 1, 2, 1])
     (2,)
@@ -81,7 +81,7 @@ Step = Action | Collective | TransferEnd
 
 
 class Send(NamedTuple):
-    """A message that an action of a class sends: its row, ranks, and which link it is of."""
+    """A message that an action of a class sends: its row, its ranks, and the number of its link."""
 
     row: int
     source: int
@@ -91,7 +91,7 @@ class Send(NamedTuple):
 
 
 class OrderTasks:
-    """Who waits for whom among some stages on some ranks, joined by `links`."""
+    """The dependencies of the actions of some stages on some ranks, joined by `links`."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class OrderTasks:
         self.placement, self.links, self.layers = placement, links, layers
         self.ranks = max(placement) + 1
         self.microbatches = m = microbatches
-        parts = 3 + 2 * len(layers.users) if layers else 0  # of the vocabulary on each rank
+        parts = 3 + 2 * len(layers.users) if layers else 0  # vocabulary passes on each rank
         self.classes = 3 * len(placement) + parts * self.ranks
         self.size = self.classes * m
         self.needs: list[list[int]] = [[] for _ in range(self.classes)]  # rows
         self.sends: list[list[Send]] = [[] for _ in range(self.classes)]
-        self.joint: dict[int, int] = {}  # by row: how many backwards a gradient waits for
+        self.joint: dict[int, int] = {}  # by row: the number of backwards that a gradient waits for
         self.rows: list[Send] = []  # from `size` on, m numbers each
-        self.collectives: dict[tuple[str, int], int] = {}  # rows behind those of messages
+        self.collectives: dict[tuple[str, int], int] = {}  # rows after those of messages
         for j in range(len(placement)):
             self.needs[3 * j + 1].append(3 * j * m)
             self.needs[3 * j + 2].append((3 * j + 1) * m)
@@ -120,7 +120,7 @@ class OrderTasks:
             self.collectives[what] = self.size + row * m
 
     def _connect(self, number: int, link: StageLink) -> None:
-        """The needs and sends of one value and its gradient."""
+        """Add the needs and sends of one value and its gradient."""
         m, maker = self.microbatches, 3 * link.source
         home = self.placement[link.source]
         for rank in sorted({self.placement[j] for j in link.targets}):
@@ -143,13 +143,13 @@ class OrderTasks:
                     self.sends[user + 1].append(back)
 
     def _row(self, source: int, target: int, number: int, *, gradient: bool) -> Send:
-        """A new row for the messages of a value or of its gradient."""
+        """Add a row for the messages of a value or of its gradient."""
         row = self.size + len(self.rows) * self.microbatches
         self.rows.append(Send(row, source, target, number, gradient))
         return self.rows[-1]
 
     def code(self, rank: int, action: Action) -> int:
-        """The number of an action on a rank."""
+        """The code of an action on a rank."""
         kind, j, i = action
         if kind in PLACE:
             return (3 * j + PLACE[kind]) * self.microbatches + i
@@ -162,7 +162,7 @@ class OrderTasks:
         return (3 * len(self.placement) + rank * parts + part) * self.microbatches + i
 
     def codes(self, rank: int, actions: Sequence[Action]) -> list[int]:
-        """The numbers of the actions of a rank."""
+        """The codes of the actions of a rank."""
         first: dict[tuple[Kind, int], int] = {}
         found = []
         for kind, j, i in actions:
@@ -192,8 +192,8 @@ class OrderTasks:
         messages: Sequence[tuple[float, float]],
         collectives: Callable[[str], float] = lambda what: 0.0,
     ) -> list[float]:
-        """By task: `compute` by class, `messages` the seconds of each link and of its gradient,
-        `collectives` those of each of the shared layers."""
+        """Seconds by task and exchange, from `compute` (by class), `messages` (of each link and of
+        its gradient), and `collectives` (of the shared layers)."""
         by_row = [messages[sent.number][sent.gradient] for sent in self.rows]
         shared = [collectives(what) for what, _ in self.collectives]
         return [value for value in (*compute, *by_row, *shared) for _ in range(self.microbatches)]
@@ -210,24 +210,24 @@ def walked(
     layers: SharedLayers | None = None,
     basis: OrderWalk | None = None,
 ) -> OrderWalk:
-    """A walk through the orders; `layers` are what all ranks have for the vocabulary."""
+    """A walk through the orders; `layers` are the layers that all ranks share."""
     microbatches = 1 + max((action.microbatch for own in orders for action in own), default=-1)
     return OrderWalk(OrderTasks(placement, links, microbatches, layers), orders, basis)
 
 
 class OrderWalk:
-    """All ranks' compute in one order of time (a forward takes 1, a backward 2), as it ends.
+    """The compute of all ranks in order of their ends (a forward takes 1, a backward 2).
 
-    Whenever something ends, what others need of it is written down at both ends:
+    When an action ends, the messages that it sends are written on both ranks:
 
         rank 0   FORWARD stage 0 mb 3 │ SEND x mb 3 to 1      [2] then the send
         rank 1   BACKWARD stage 1 mb 1 │ RECV x mb 3 from 0   [1] first the receive: it only posts,
                  FORWARD stage 1 mb 2 ...                         before what runs there
 
-    A collective of all ranks is written on each as it comes to it, and holds none up. Ranks that
-    wait for each other for ever (`stuck`: rank and position) are written as they stand: the
-    verifier says what is wrong. `spans` are when each action begins and ends; `basis` is another
-    walk, by which some actions of these orders were placed.
+    A collective of all ranks is written on each rank at its place, and holds none up. Ranks that
+    wait for each other for ever (`stuck`: rank and position) are written in their order all the
+    same: the verifier says what is wrong. `spans` are start and end of each action; `basis` is the
+    walk by which some actions of these orders were placed.
     """
 
     def __init__(
@@ -249,18 +249,18 @@ class OrderWalk:
 
     @property
     def stuck(self) -> list[tuple[int, int]]:
-        """The ranks that wait for ever, each with the position in its order that it stops at."""
+        """The ranks that wait for ever, each with the position in its order at which it stops."""
         return self.events.stuck
 
     @cached_property
     def moments(self) -> Moments:
-        """When everything begins and ends in the time of this walk."""
+        """Start and end of everything, in the time units of this walk."""
         seconds = [0.0] * (self.tasks.size + len(self.tasks.parties))
         for (kind, _), codes in self.codes_of.items():
             for code in codes.tolist():
                 seconds[code] = UNITS.get(kind, 1)
         events, free = self.events, list(self.tasks.needs)
-        while events.stuck:  # let the first of them go on
+        while events.stuck:  # let the first stuck rank go on
             rank, k = events.stuck[0]
             free[self.codes[rank][k]] = []
             events = ordered(replace(self.tasks, needs=free), self.codes)
@@ -268,8 +268,8 @@ class OrderWalk:
 
     @cached_property
     def steady(self) -> tuple[float, float] | None:
-        """A moment in the loops of all ranks, collectives among them, and the seconds by which all
-        that is written from a round before it on comes later in orders of a round more."""
+        """(moment, pace): a moment within the loops of all ranks, collectives included, and the
+        time by which all from a round before it on comes later in orders with one more round."""
         if self.stuck or (self.basis is not None and self.basis.steady is None):
             return None
         pipeline, begins = self.pipeline, self.moments.begins
@@ -302,17 +302,17 @@ class OrderWalk:
 
     @cached_property
     def repeating(self) -> RepeatingOrder:
-        """The tasks, which may repeat in rounds of a micro-batch for each rank."""
+        """The tasks, which may repeat in rounds of one micro-batch for each rank."""
         m = self.pipeline.microbatches
         return RepeatingOrder(self.tasks, self.events, self.codes, m, self.pipeline.ranks)
 
     def memory(self, untrained: AbstractSet[int] = frozenset()) -> MemoryUse:
-        """What these orders hold where some stages are `untrained`. It is remembered."""
+        """Memory use of these orders where some stages are `untrained`. Cached."""
         found = self._memory.get(untrained)
         return found or self._memory.setdefault(untrained, self._uses(untrained))
 
     def _uses(self, untrained: AbstractSet[int]) -> MemoryUse:
-        """What these orders hold, with the forwards alone of stages that are `untrained`."""
+        """Uncached body of `memory`: `untrained` stages have only forwards."""
         pipeline, m = self.pipeline, self.pipeline.microbatches
         tasks, stages = task_arrays(self.codes, self.actions), len(self.pipeline.placement)
         if untrained:
@@ -335,9 +335,9 @@ class OrderWalk:
     def _messages(
         self, there: NDArray[np.bool_], untrained: AbstractSet[int]
     ) -> Iterator[BufferArrays]:
-        """Buffers of messages: received ones from when `steps` posts their receive to the last
-        backward of their readers, or the forward of those that are `untrained`; sent ones until
-        they are out. `there` are the tasks that these orders have."""
+        """Buffers of messages: received ones from the posting of their receive (see `parts`) to the
+        last backward of their readers, or the forward of `untrained` ones; sent ones until they are
+        sent. `there` marks the tasks that these orders have."""
         pipeline, m = self.pipeline, self.pipeline.microbatches
         each, unit = np.arange(m), np.array(self.written)
         codes = [np.array(own, np.int64) for own in self.codes]
@@ -380,8 +380,8 @@ class OrderWalk:
         tasks: TaskArrays,
         untrained: AbstractSet[int],
     ) -> Iterator[Buffer]:
-        """The tensors of collectives on each rank: a part of a sum until that is over, and what the
-        rank gets of one until it is used for the last time."""
+        """The tensors of collectives on each rank: a summand until the sum has ended, and a result
+        until its last use."""
         m, code = self.pipeline.microbatches, self.pipeline.code
         of_head = tasks.where(np.isin(tasks.kind, [NUMBER[kind] for kind in HEAD]))
         places = zip(of_head.rank.tolist(), of_head.microbatch.tolist(), strict=True)
@@ -408,14 +408,14 @@ class OrderWalk:
 
     @cached_property
     def written(self) -> list[float]:
-        """When each action is written: as it ends. One that takes no time comes behind all others
-        that end then: it may wait for a collective that ranks come to behind what these send."""
+        """When each action is written: at its end. One that takes no time comes after all others
+        that end then, as it may wait for a collective after the messages that they send."""
         moments = zip(self.moments.begins, self.moments.ends, strict=True)
         return [end if begin < end else end + 0.5 for begin, end in moments]
 
     @property
     def spans(self) -> list[list[Span]]:
-        """When each action of each rank begins and ends."""
+        """Start and end of each action, by rank."""
         begins, ends = self.moments.begins, self.moments.ends
         return [[(begins[code], ends[code]) for code in own] for own in self.codes]
 
@@ -457,7 +457,7 @@ class OrderWalk:
                     yield rank, at, item
 
     def parts(self, *moments: float) -> list[list[list[Step]]]:
-        """All that each rank does, divided at some moments."""
+        """The steps of each rank, divided at some moments."""
         written = self.written
         finished = sorted(
             (written[code], rank, k)
@@ -492,7 +492,7 @@ class OrderWalk:
         return parts
 
     def _collectives(self, steps: list[Step], left: Iterator[Action | Collective]) -> Action | None:
-        """Write the collectives that a rank comes to; the next action."""
+        """Append the collectives before a rank's next action; returns that action."""
         for item in left:
             if isinstance(item, Action):
                 return item

@@ -1,11 +1,11 @@
-"""Instruction lists as tasks: what each instruction waits for, and what it holds how long.
+"""Instruction lists as tasks: dependencies of each instruction, and the buffers that it holds.
 
-A SEND does not hold its rank up, nor does a collective: they begin behind the task before them, on
-the lane of their link or group, and who needs them waits for their end. SHARE_LOSS is waited for
-where it stands. The optimizer's step stands in no list: it is a task of each rank that updates
-something (an UPDATE of no stage), behind all sums of all ranks. What data ranks gather of updated
-parameters begins with the step, as in a steady state it does behind the update before, and the
-first forward of a stage waits for what it needs.
+A SEND does not hold up its rank, nor does a collective: they begin after the task before them, on
+the lane of their link or group, and the tasks that need them wait for their end. SHARE_LOSS is
+waited for at its place. The optimizer's step is in no list: it is a task (an UPDATE of no stage) of
+each rank that updates something, after all sums of all ranks. The gather of updated parameters by
+data ranks begins with the step, as in a steady state it follows the previous update, and the first
+forward of a stage waits for the parameters that it needs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ends(Protocol):
 
 
 class SendRecv(NamedTuple):
-    """What a SEND and its RECV have in common."""
+    """The message of a SEND and its RECV."""
 
     source: int
     target: int
@@ -58,8 +58,8 @@ class SendRecv(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """From when on the first forward of a stage finds parameters there as early as it reads them,
-    though some are on their way when it begins."""
+    """The event from which on the first forward of a stage finds each parameter gathered when it
+    reads it, though some are still under way when it begins."""
 
     stage: int
 
@@ -69,9 +69,9 @@ Exchange = SendRecv | Ready | Instruction  # an instruction is a collective
 
 @dataclass(frozen=True)
 class ProgramTasks:
-    """The tasks of a program. `lines` has by task its rank and instruction, `exchanges` by number
-    less the number of tasks what each is; `trained` are the stages and micro-batches with a
-    backward."""
+    """The tasks of a program. `lines` has the rank and the instruction of each task, `exchanges`
+    the exchange of each number from the number of tasks on; `trained` are the stages and
+    micro-batches with a backward."""
 
     tasks: Tasks
     orders: Sequence[Sequence[int]]
@@ -83,7 +83,7 @@ class ProgramTasks:
 
     @property
     def memory(self) -> MemoryUse:
-        """What the tasks hold."""
+        """The memory use of the tasks."""
         tasks = task_arrays(self.orders, [[self.lines[x][1] for x in own] for own in self.orders])
         returns = returning(tasks, self.trained)
         return MemoryUse(len(self.orders), tasks, returns, buffer_arrays(self.buffers))
@@ -95,7 +95,7 @@ class ProgramTasks:
         return what
 
     def check(self, programs: Sequence[Sequence[Instruction]], moments: Moments) -> None:
-        """Raise PlanError that names what each rank waits for, where some wait for ever."""
+        """Raise PlanError, naming what each rank waits for, if some wait for ever."""
         stuck = dict(self._stuck(programs, moments))
         if stuck:
             first = f"the program never ends: {len(stuck)} of its {len(programs)} ranks wait"
@@ -135,7 +135,7 @@ class ProgramTasks:
 
 
 def _others(line: Instruction, present: dict[Exchange, set[int]], ranks: int) -> str:
-    """The ranks that have not come to a collective."""
+    """The ranks that have not reached a collective, in words."""
     others = set(line.ranks or range(ranks)) - present[line]
     return f"rank {', '.join(map(str, sorted(others)))}"
 
@@ -152,18 +152,18 @@ def tasks_of(
     stages: Sequence[Ends] | None = None,
     updating: Collection[int] = (),
 ) -> ProgramTasks:
-    """The tasks of the lists of all ranks, with an optimizer's step on those that are `updating`.
+    """The tasks of the lists of all ranks, with an optimizer's step on the `updating` ranks.
 
-    With `stages`, a compute instruction waits for what its stage receives or gives. Without, for
-    all of its micro-batch and direction that was posted before it and not used yet. Raises
-    PlanError for a backward without its forward.
+    With `stages`, a compute instruction waits for the values that its stage receives or gives.
+    Without, it waits for all messages of its micro-batch and direction that were posted before it
+    and are not used yet. Raises PlanError for a backward without its forward.
     """
     return _Builder(programs, stages, updating).build()
 
 
 @dataclass
 class _RankTasks:
-    """What is known of one rank while its list is read."""
+    """The state of one rank while its list is read."""
 
     rank: int
     posted: dict[tuple[int | None, bool, str | None], list[Exchange]] = field(
@@ -171,17 +171,17 @@ class _RankTasks:
     )
     forwards: dict[Place, list[Exchange]] = field(default_factory=dict)
     shared: dict[int | None, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
-    last: int = START  # the task before
-    buffers: dict[Exchange, int] = field(default_factory=dict)  # the task before each came
+    last: int = START  # the previous task
+    buffers: dict[Exchange, int] = field(default_factory=dict)  # the task before each was posted
     used: dict[Exchange, int] = field(default_factory=dict)  # the last task that uses it
-    unsharded: Counter[Instruction] = field(default_factory=Counter)  # how many alike there were
-    gathered: dict[int | None, int] = field(default_factory=dict)  # what a stage waits for
+    unsharded: Counter[Instruction] = field(default_factory=Counter)  # how often each was seen
+    gathered: dict[int | None, int] = field(default_factory=dict)  # by stage, what it waits for
     whole: dict[int | None, tuple[Exchange, int]] = field(default_factory=dict)  # since which task
-    begun: set[int | None] = field(default_factory=set)  # stages
+    begun: set[int | None] = field(default_factory=set)  # stages with a forward so far
 
 
 class _Builder:
-    """A walk over the lists."""
+    """Builds the tasks in a walk over the lists."""
 
     def __init__(
         self,
@@ -192,17 +192,17 @@ class _Builder:
         self.programs, self.stages, self.updating = programs, stages, updating
         self.size = sum(line.kind in WORK | ENDS for own in programs for line in own)
         self.size += len(updating)
-        self.summed: list[int] = []  # the sums, and that all ranks are there
+        self.summed: list[int] = []  # the sums, and the meeting of all ranks
         self.within: list[int] = []  # the sums that begin in a backward
         self.number: dict[tuple[Exchange, int], int] = {}
-        self.early: list[int] = []  # by exchange: those that take part from the begin
+        self.early: list[int] = []  # by exchange: parties from the start
         self.lines: list[tuple[int, Instruction]] = []
         self.needs: list[list[int]] = []
         self.joins: list[list[int]] = []
         self.buffers: list[Buffer] = []
 
     def build(self) -> ProgramTasks:
-        """All ranks, one after another."""
+        """Build the tasks of all ranks, one rank after another."""
         orders = [self._rank(_RankTasks(rank), lines) for rank, lines in enumerate(self.programs)]
         exchanges = [what for what, _ in self.number]
         lanes: dict[object, int] = {}
@@ -221,20 +221,20 @@ class _Builder:
         )
 
     def _parties(self, what: Exchange) -> int:
-        """How many tasks take part in an exchange."""
+        """The number of tasks that take part in an exchange."""
         if not isinstance(what, Instruction):
             return int(isinstance(what, SendRecv))
         return len(what.ranks or self.programs)
 
     def _exchange(self, what: Exchange, time: int = 0) -> int:
-        """The number of an exchange, or of one of several alike."""
+        """The number of an exchange; `time` counts equal ones."""
         if (what, time) not in self.number:
             self.number[what, time] = self.size + len(self.number)
             self.early.append(0)
         return self.number[what, time]
 
     def _join(self, at: _RankTasks, what: Exchange, time: int = 0) -> None:
-        """A rank takes part in an exchange by the task before."""
+        """Let a rank take part in an exchange from the end of its previous task on."""
         number = self._exchange(what, time)
         if at.last == START:
             self.early[number - self.size] += 1
@@ -242,7 +242,7 @@ class _Builder:
             self.joins[at.last].append(number)
 
     def _rank(self, at: _RankTasks, lines: Sequence[Instruction]) -> list[int]:
-        """The tasks of one rank."""
+        """Add the tasks of one rank; returns their numbers."""
         first = len(self.lines)
         gathers = any(line.kind is GATHER for line in lines)
         leaving: dict[tuple[object, ...], list[int]] = {}
@@ -294,21 +294,21 @@ class _Builder:
         return list(range(first, len(self.lines)))
 
     def _task(self, at: _RankTasks, line: Instruction, needs: list[int]) -> None:
-        """A task of its own."""
+        """Add a task to a rank."""
         at.last = len(self.lines)
         self.lines.append((at.rank, line))
         self.needs.append(needs)
         self.joins.append([])
 
     def _unshard(self, at: _RankTasks, line: Instruction) -> None:
-        """The parameters of a stage begin to come; the next task of the stage waits for them."""
+        """Begin to gather the parameters of a stage; its next task waits for them."""
         at.unsharded[line] += 1  # a backward may have one like that of its forward
         self._join(at, line, at.unsharded[line])
         at.gathered[line.stage] = self._exchange(line, at.unsharded[line])
         at.whole.setdefault(line.stage, (line, at.last))
 
     def _work(self, at: _RankTasks, line: Instruction) -> None:
-        """Something to compute, with all that it uses."""
+        """Add a compute task, with the exchanges that it uses."""
         uses = self._of_stage(at, line) if line.kind in COMPUTE else [*_of_group(at, line)]
         needs = [self._exchange(what) for what in uses]
         if line.stage in at.gathered:
@@ -317,14 +317,14 @@ class _Builder:
         at.used.update(dict.fromkeys(uses, at.last))
 
     def _post(self, at: _RankTasks, line: Instruction, what: Exchange) -> None:
-        """Something is on its way to the stages of a rank."""
+        """Post an exchange whose result the stages of a rank wait for."""
         name = None if self.stages is None else line.value
         at.posted[line.microbatch, line.gradient, name].append(what)
         at.buffers[what] = at.last
 
     def _collective(self, at: _RankTasks, line: Instruction) -> None:
-        """A collective of the vocabulary; of a sum, all but one rank hold their part until it is
-        over."""
+        """Add a collective of the vocabulary. All ranks but the one that gets a sum hold their
+        summand until it has ended."""
         self._join(at, line)
         if line.kind is Kind.REDUCE and line.peer != at.rank:
             self.buffers.append(Buffer(at.rank, line, at.last, (self._exchange(line),)))
@@ -335,13 +335,14 @@ class _Builder:
         at.shared[line.microbatch].append(line)
 
     def _of_stage(self, at: _RankTasks, line: Instruction) -> list[Exchange]:
-        """What a compute instruction of a stage uses; a backward what its forward used too."""
+        """The exchanges that a compute instruction of a stage uses; a backward also uses those of
+        its forward."""
         place, gradient = (line.stage, line.microbatch), line.kind in BACKWARDS
         if line.kind is not Kind.FORWARD and place not in at.forwards:
             text = f"rank {at.rank} at {line}: its FORWARD does not stand before it"
             raise PlanError(text)
         if line.kind is Kind.BACKWARD_WEIGHT:
-            return []  # what it needs counts with what layers leave
+            return []  # its operands count in `StageCost.left`
         if self.stages is None:
             uses = at.posted.pop((line.microbatch, gradient, None), [])
         else:
@@ -354,7 +355,7 @@ class _Builder:
 
 
 def _of_group(at: _RankTasks, line: Instruction) -> Iterator[Instruction]:
-    """What an instruction for the vocabulary waits for; those of the head keep x."""
+    """The collectives that an instruction for the vocabulary uses; those of the head keep x."""
     for other in at.shared[line.microbatch]:
         if line.kind is Kind.EMBED_BACKWARD:
             if other.kind is Kind.BROADCAST and other.gradient and other.value == line.value:
@@ -371,7 +372,8 @@ def _names(line: Instruction, stages: Sequence[Ends]) -> tuple[str, ...]:
 
 
 def _lanes(what: Exchange) -> tuple[object, ...]:
-    """What an exchange occupies: one at a time on a link, in the group, of the sums of a rank."""
+    """The lanes that an exchange occupies: one at a time on a link, in the group of the vocabulary,
+    and among the sums of each rank."""
     if isinstance(what, SendRecv):
         return ((what.source, what.target),)
     if isinstance(what, Ready):

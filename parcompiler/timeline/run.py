@@ -1,15 +1,15 @@
-"""The engine: when every task of a step begins and ends.
+"""The engine of the timeline: start and end of every task of a step.
 
     rank 0  F0 F1 .. .. .. B0 .. B1     [1] a task begins when its rank is free
     0 -> 1  .. x0 x1                    [2] and all that it needs has ended;
-    rank 1  .. .. F0 B0 F1 B1           [3] an exchange begins when the last of its tasks has ended
-    1 -> 0  .. .. .. .. g0 .. g1            (or so many seconds before: what it sends is there
-                                            then) and its lanes are free, beside the compute
+    rank 1  .. .. F0 B0 F1 B1           [3] an exchange begins, beside the compute, when its lanes
+    1 -> 0  .. .. .. .. g0 .. g1            are free and the last of its tasks has ended (or some
+                                            seconds earlier, if its data are final by then)
 
-A message is an exchange of one task (a gradient that several backwards of a rank add to: of all of
-them) on the lane of a directed link; a collective one of a task of each rank, on the lane of its
+A message is an exchange of one task, or of all backwards of a rank that add to one gradient, on the
+lane of a directed link; a collective is an exchange of one task of each rank, on the lane of its
 group. So every moment is the latest of a few earlier ones, and one walk over the orders finds them
-all: a rank that needs what has not ended yet is put aside until it has.
+all: a rank that needs something that has not ended yet is put aside until it has.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 INFINITY = float("inf")
-EXACT = 1e-12  # of a step: what rounding may make of equal sums of seconds
+EXACT = 1e-12  # share of a step by which equal sums of seconds may differ through rounding
 NOTHING: Mapping[int, float] = MappingProxyType({})
-START = -1  # stands for the begin of the step, where a task could
+START = -1  # in place of a task: the start of the step
 
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Who waits for whom. Numbers below `size` are compute tasks; exchanges have those from it on.
+    """The dependencies. Numbers below `size` are compute tasks, those from `size` on exchanges.
 
-    By task: `needs` are tasks and exchanges that must have ended, `joins` the exchanges that it
-    takes part in by its end. By exchange, counted from `size`: how many tasks take part in it
-    (`parties`) and the `lanes` that it occupies. Those of no task (`early`) begin with the step.
+    By task: `needs` are tasks and exchanges that must have ended before it, `joins` the exchanges
+    that wait for its end. By exchange, counted from `size`: the number of tasks that it waits for
+    (`parties`) and the `lanes` that it occupies. Exchanges without tasks (`early`) begin with the
+    step.
     """
 
     size: int
@@ -44,26 +45,26 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """When each task and exchange begins and ends, in seconds; infinite for what never does."""
+    """Start and end of each task and exchange, in seconds; infinite for those that never begin."""
 
     begins: list[float]
     ends: list[float]
 
     @property
     def last(self) -> float:
-        """The end of all that ends."""
+        """The latest finite end."""
         last = max(self.ends, default=0.0)
         return last if last < INFINITY else max((x for x in self.ends if x < INFINITY), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class EventOrder:
-    """Tasks and exchanges (events) in an order in which each comes behind its causes: it begins
-    when both of these have ended, or one of them twice, or the step has begun (START).
+    """Tasks and exchanges (events) in an order in which each follows its two causes, `first` and
+    `second`: it begins when both have ended. They may be equal, or START.
 
-    An event of more causes waits for the latest of some by a `helper`: an event of no seconds that
-    has the numbers behind the last exchange. What never begins is in no list. The seconds by which
-    an exchange may begin before its end are those of the helper that stands for it in `arrivals`.
+    An event with more causes waits for some of them through helpers: events of no seconds, numbered
+    after the last exchange. Events that never begin are in no list. An exchange that may begin
+    before the end of its tasks has a helper in `arrivals`, which takes negative seconds.
     """
 
     size: int
@@ -80,7 +81,7 @@ class EventOrder:
         known: Sequence[float] = (),
         before: Mapping[int, float] = NOTHING,
     ) -> Moments:
-        """When everything begins and ends; `seconds` are by task and exchange. See `run`."""
+        """Start and end of everything; `seconds` are by task and exchange. See `run`."""
         helping = [0.0] * self.helpers
         for exchange, more in before.items():
             helping[self.arrivals[exchange] - self.size] = -more
@@ -107,10 +108,10 @@ def run(
     known: Sequence[float] = (),
     before: Mapping[int, float] = NOTHING,
 ) -> Moments:
-    """Run the tasks of each rank in the order given; `seconds` are by task and exchange.
+    """Run the tasks of each rank in the given order; `seconds` are by task and exchange.
 
-    `known` says when some of them begin already, and is infinite for the others; `before` has the
-    seconds by which exchanges of one task may begin before its end.
+    `known` has the start of those for which it is fixed, and is infinite for the others; `before`
+    has the seconds by which exchanges may begin before the end of their tasks.
     """
     return ordered(tasks, orders, before.keys()).run(seconds, known, before)
 
@@ -118,14 +119,14 @@ def run(
 def ordered(
     tasks: Tasks, orders: Sequence[Sequence[int]], apart: Collection[int] = ()
 ) -> EventOrder:
-    """The events of the tasks of each rank in the order given, whatever their seconds are; those
-    `apart` are exchanges that may begin before the end of their task."""
+    """The events of the tasks of each rank in the given order, for any seconds; `apart` are the
+    exchanges that may begin before the end of their tasks."""
     needs, joins, lanes = tasks.needs, tasks.joins, tasks.lanes
     size, total = tasks.size, tasks.size + len(tasks.parties)
     events: list[int] = []
     first: list[int] = []
     second: list[int] = []
-    done, number = [False] * total, total  # that of the next helper
+    done, number = [False] * total, total  # `number` is that of the next helper
 
     def add(event: int, causes: list[int]) -> None:
         nonlocal number
@@ -139,7 +140,7 @@ def ordered(
         first.append(causes[0])
         second.append(causes[-1])
 
-    before = [START] * tasks.num_lanes  # the exchange that each lane had last
+    before = [START] * tasks.num_lanes  # the last exchange of each lane
     arrivals: dict[int, int] = {}
     missing, makers = list(tasks.parties), dict[int, list[int]]()
     behind, position = [START] * len(orders), [0] * len(orders)

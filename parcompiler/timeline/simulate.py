@@ -1,7 +1,7 @@
-"""When every instruction of a program runs and what memory it takes: what the runtime executes.
+"""Simulates a program as the runtime executes it: the time of every instruction, and the memory.
 
-Data replicas do the same at the same time: one of them is simulated. Time and memory of the
-simulation grow with the number of instructions.
+Data replicas do the same at the same time, so one of them is simulated. Time and memory of the
+simulation are linear in the number of instructions.
 
 >>> from parcompiler.instruction import parse
 >>> first = "FORWARD stage 0 mb 0; SEND x mb 0 to 1; RECV x.grad mb 0 from 1; BACKWARD stage 0 mb 0"
@@ -38,13 +38,14 @@ from parcompiler.timeline.timeline import Timeline, TimelineEvent, idle
 
 
 def free(*_: object) -> float:
-    """The time of communication that takes none."""
+    """Zero seconds, for communication that takes no time."""
     return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPrices:
-    """What is asked for seconds and bytes; `lookups` are the embeddings that all ranks share."""
+    """The sources of seconds and bytes of a program; `lookups` is the number of embeddings that all
+    ranks share."""
 
     costs: Sequence[StageCost]
     message_bytes: Mapping[str, int]
@@ -106,19 +107,19 @@ def simulate(
 
     `message_seconds(value, source, target)` is the time, latency included, for which a message of
     `message_bytes[value]` occupies the link from rank `source` to rank `target`. A collective
-    takes `collective_seconds(instruction)` from when the last of its ranks has reached it; sums of
-    gradients hold up nothing but the end of the step, and those behind a whole backward begin
-    `left_seconds(instruction)` before its end, when what they sum is final.
+    takes `collective_seconds(instruction)` from when the last of its ranks has reached it. Sums of
+    gradients hold up only the end of the step; those after a whole backward begin
+    `left_seconds(instruction)` before its end, when their summands are final.
 
     With `stages`, an instruction waits for the messages that its stage receives or gives. Without,
-    it waits for all of its micro-batch and direction that were posted before it and not used yet,
-    which is the same when every rank has one stage.
+    it waits for all messages of its micro-batch and direction that were posted before it and are
+    not used yet; both are equal if every rank has one stage.
 
-    `vocabulary` says what the layers that all ranks share cost. Their collectives run one after the
-    other, beside the compute, from when the last rank has reached their line.
+    `vocabulary` has the costs of the layers that all ranks share. Their collectives run one after
+    the other, beside the compute, from when the last rank has reached their line.
 
-    Raises PlanError that names a BACKWARD without its FORWARD, or the instructions at which the
-    ranks wait for each other.
+    Raises PlanError, naming a BACKWARD without its FORWARD, or the instructions at which ranks wait
+    for each other.
     """
     if len(costs) != len(stage_rank):
         message = f"every stage needs a cost ({len(stage_rank)} stages, {len(costs)} costs)"
@@ -154,14 +155,14 @@ def _updates(
     costs: Sequence[StageCost],
     vocabulary: VocabularyCost | None,
 ) -> list[float]:
-    """Seconds of the optimizer's step by rank: none where nothing goes back."""
+    """Seconds of the optimizer's step by rank; empty where there is no backward."""
     lines = (line for own in instructions for line in own)
     trains = any(line.kind in BACKWARDS or line.kind is Kind.T for line in lines)
     return optimizer_seconds(placement, costs, vocabulary) if trains and placement else []
 
 
 def seconds_of(program: ProgramTasks, prices: TaskPrices) -> list[float]:
-    """By task and exchange; a wait takes none besides its exchange."""
+    """Seconds by task and exchange; a task that only waits for an exchange takes none."""
     lines = (line for _, line in program.lines)
     compute = [0.0 if line.kind in ENDS else prices.seconds(line) for line in lines]
     return [*compute, *map(prices.seconds, program.exchanges)]
@@ -181,7 +182,8 @@ def _check_vocabulary(
 
 
 def _events(program: ProgramTasks, moments: Moments) -> Iterator[TimelineEvent]:
-    """An event for each task, and for each exchange on the rank that sends or on all of its."""
+    """An event for each task, for each message on the rank that sends it, and for each collective
+    on all of its ranks."""
     ranks = range(len(program.orders))
     for task, (rank, line) in enumerate(program.lines):
         if line.kind not in ENDS:
@@ -206,5 +208,6 @@ def _send(sent: SendRecv) -> Instruction:
 
 
 def _is_meeting(what: Exchange) -> bool:
-    """Whether an exchange says that all ranks are at the optimizer's step, or parameters there."""
+    """Whether an exchange is only a moment to wait for: all ranks at the optimizer's step, or
+    `Ready`."""
     return isinstance(what, Ready) or (isinstance(what, Instruction) and what.kind is Kind.UPDATE)

@@ -4,13 +4,14 @@
     rank 1  F F F B F B F B F │ B F B F ...  B F B F │ B B B           of a period of micro-batches
                        known  │  multiplied          │ run again   [2] a moment in all loops
 
-All that a rank does has a row for its micro-batches (`OrderTasks`). In the loops, the moment of
-micro-batch i in a row is the latest of a few moments before, plus seconds: the next round is the
-same function of this one (a max-plus linear system: Baccelli et al., Synchronization and Linearity,
-1992, chapter 3). So when every row has shifted by a pace of its own for as long as that function
-looks back, it goes on so until a moment that comes earlier, but shifts by more, has caught up with
-one that decides. As many rounds are multiplied at [2]; what comes then is run again, with these
-moments as its past. Nothing is approximate but the rounding.
+Every task and exchange has a row with a number for each micro-batch (`OrderTasks`). In the loops,
+the moment of micro-batch i in a row is the latest of a few earlier moments, plus seconds: each
+round is the same function of the one before (a max-plus linear system: Baccelli et al.,
+Synchronization and Linearity, 1992, chapter 3). So once every row has shifted by a pace of its own
+for as many micro-batches as that function looks back, it goes on like this until a cause that comes
+earlier, but shifts by more, catches up with the one that decides. That number of rounds is
+multiplied at [2]; the rest is run again, with these moments as its past. Only rounding is
+approximate.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from parcompiler.timeline.run import EXACT, INFINITY, EventOrder, Moments, Tasks
 
 
 class StepPart(NamedTuple):
-    """When tasks and exchanges begin and end, and from when to when that is so."""
+    """Start and end of tasks and exchanges, valid from `begin` to `end`."""
 
     moments: Moments
     begin: float
@@ -39,7 +40,7 @@ class StepPart(NamedTuple):
 
 @dataclass(frozen=True)
 class RepeatingOrder:
-    """Tasks of a few micro-batches in an order that is said to repeat every `period` of them.
+    """Tasks of a few micro-batches in an order that should repeat every `period` micro-batches.
 
     Task and exchange number row · microbatches + i is that of micro-batch i in a row.
     """
@@ -53,8 +54,8 @@ class RepeatingOrder:
     def run_many(
         self, seconds: Sequence[float], rounds: int
     ) -> tuple[float, list[StepPart]] | None:
-        """The step with so many more periods of micro-batches, and what was run of it; None where
-        the order has no loop that each rank runs through once."""
+        """Seconds of the step with `rounds` more periods of micro-batches, and the parts that were
+        run; None where the order has no loops, or they are too short to go on."""
         if self.loops is None:
             return None
         parts, known, q, begin = [], list[float](), self.period, 0.0
@@ -87,8 +88,8 @@ class RepeatingOrder:
             rounds -= jump + moved
 
     def pace(self, moments: Moments, moment: float) -> float | None:
-        """By how many seconds everything from a period before some moment in the loops comes later
-        in an order of a period more; None where it is not said."""
+        """Seconds by which everything from a period before `moment` (in the loops) on comes later
+        in an order with one more period; None where that is not known."""
         if self.loops is None:
             return None
         cut = _Cut(self, moments, moment)
@@ -97,7 +98,7 @@ class RepeatingOrder:
 
     @cached_property
     def rows(self) -> list[int]:
-        """The first number of every row of tasks and exchanges that there are."""
+        """The first number of every row of tasks and exchanges in use."""
         m = self.microbatches
         joins, needs = self.tasks.joins, self.tasks.needs
         used = {
@@ -112,8 +113,8 @@ class RepeatingOrder:
 
     @cached_property
     def causes(self) -> list[list[tuple[int, int]]]:
-        """What may decide when a task or exchange begins, from the last round of the loops on: by
-        rank, pairs of both."""
+        """By rank, pairs (task or exchange, cause that may decide its start), from the last round
+        of the loops on."""
         found = []
         for order, loop in zip(self.orders, self.loops or (), strict=True):
             first = max(1, loop.end - loop.length)
@@ -124,7 +125,7 @@ class RepeatingOrder:
         """The causes of one rank from place `first` of its order on, as seen from place `begin`."""
         tasks = self.tasks
         last = {exchange: task for task in order for exchange in tasks.joins[task]}
-        lanes: dict[int, int] = {}  # the exchange that each had before
+        lanes: dict[int, int] = {}  # the last exchange of each lane
         for k, task in enumerate(order[begin:], begin):
             if k >= first:
                 yield from ((task, cause) for cause in (order[k - 1], *tasks.needs[task]))
@@ -139,7 +140,7 @@ class RepeatingOrder:
 
     @cached_property
     def distances(self) -> dict[tuple[int, int], int]:
-        """By rows, the most micro-batches from a cause to what it may decide."""
+        """By pair of rows, the most micro-batches from a cause to what it may decide."""
         m, found = self.microbatches, dict[tuple[int, int], int]()
         for one, two in chain.from_iterable(self.causes):
             key = one - one % m, two - two % m
@@ -148,8 +149,8 @@ class RepeatingOrder:
 
     @cached_property
     def round(self) -> dict[int, set[tuple[int, int]]]:
-        """What may decide in a round: by task or exchange, the row of each cause and how many
-        micro-batches it is before."""
+        """The causes in one round: by task or exchange, the row of each cause and the number of
+        micro-batches by which it is earlier."""
         m, found = self.microbatches, dict[int, set[tuple[int, int]]]()
         for order, loop, pairs in zip(self.orders, self.loops or (), self.causes, strict=True):
             own = set(order[loop.end - loop.length : loop.end])
@@ -161,7 +162,7 @@ class RepeatingOrder:
 
 
 class _Cut:
-    """What has begun before some moment in the loops, and how it goes on."""
+    """The state at some moment in the loops: what has begun before, and how it goes on."""
 
     def __init__(self, order: RepeatingOrder, moments: Moments, moment: float) -> None:
         self.order, self.moments, self.rounding = order, moments, EXACT * moments.last
@@ -170,10 +171,10 @@ class _Cut:
         self.places = [bisect_left(own, moment, key=begins.__getitem__) for own in order.orders]
         pairs = order.distances.items()
         looked = (most - self.stops[one] + self.stops[two] for (one, two), most in pairs)
-        self.back = max(order.period, *looked)  # how far what comes looks back
+        self.back = max(order.period, *looked)  # micro-batches that later tasks look back
 
     def room(self) -> int:
-        """How many rounds before may be run again."""
+        """The number of earlier rounds that may be run again."""
         pairs = zip(self.places, self.order.loops or (), strict=True)
         inloops = (place - 1 - loop.begin for place, loop in pairs)
         lengths = (loop.length for loop in self.order.loops or ())
@@ -181,7 +182,7 @@ class _Cut:
         return min(*rounds, (min(self.stops.values()) - self.back) // self.order.period)
 
     def paces(self) -> list[float] | None:
-        """By how many seconds each row shifts in a period; None where one does not yet."""
+        """Seconds by which each row shifts in a period; None if one does not shift evenly yet."""
         pairs = zip(self.places, self.order.loops or (), strict=True)
         if any(place < loop.begin + loop.length for place, loop in pairs):
             return None
@@ -198,11 +199,11 @@ class _Cut:
         return paces
 
     def is_even(self, paces: Sequence[float]) -> bool:
-        """Whether all rows have one pace, which lasts for ever."""
+        """Whether all rows have one pace, which then lasts for ever."""
         return max(paces) - min(paces) <= self.rounding
 
     def lasts(self, paces: Sequence[float]) -> int:
-        """For how many periods these paces last: until another cause decides."""
+        """The number of periods for which these paces last: until another cause decides."""
         m, q = self.order.microbatches, self.order.period
         rounds = math.inf
         pace = dict(zip(self.stops, paces, strict=True))

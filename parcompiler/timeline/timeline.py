@@ -1,4 +1,4 @@
-"""A simulated step: when every instruction ran and what memory it took."""
+"""A simulated step: the time of every instruction, and the memory of every rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from parcompiler.instruction import BEHIND, COMPUTE, EMBEDDING, HEAD, Instructio
 from parcompiler.schedules.action import LETTERS
 
 WIDTH = 64  # columns of the drawn step
-WORK = COMPUTE | HEAD | EMBEDDING | {Kind.UPDATE}  # what a rank does not idle in
+WORK = COMPUTE | HEAD | EMBEDDING | {Kind.UPDATE}  # a rank is not idle in these
 DRAWN = {**LETTERS, Kind.UPDATE: "U"}
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """Seconds from the begin of the step: compute and collectives on `rank`, a SEND on its link."""
+    """Seconds from the start of the step: compute and collectives on `rank`, a SEND on its link."""
 
     rank: int
     begin: float
@@ -28,9 +28,9 @@ class Timeline:
     """A simulated step. Seconds and bytes; one entry per rank where it is a tuple of numbers.
 
     `bubble` is the fraction of the step in which a rank does not compute. `peak_memory` counts
-    resident bytes, activations of micro-batches in flight, and message buffers, and at the end what
-    the optimizer's step takes; `memory` are its steps, for each rank (second, bytes from then on).
-    `events` are sorted by their begin.
+    resident bytes, activations of micro-batches in flight, message buffers, and at the end the
+    bytes of the optimizer's step; `memory` has for each rank its changes (second, bytes from then
+    on). `events` are sorted by their start.
     """
 
     step_time: float
@@ -41,11 +41,12 @@ class Timeline:
 
     @property
     def period(self) -> float:
-        """Seconds from one step to the next where no rank waits at its end for all others to be
-        there: the longest that a rank has between its first compute and its own update.
+        """Seconds from one step to the next if no rank waits at its end for the others: the longest
+        time of a rank from its first compute to the end of its own update.
 
-        A norm for clipping, or the check of a loss scale, lets them wait: then a step follows in
-        `step_time`. (Qi et al. 2023, arXiv 2401.10241, section 4, validate behind the update.)
+        A norm for clipping, or the check of a loss scale, makes ranks wait: then the next step
+        follows after `step_time`. (Qi et al. 2023, arXiv 2401.10241, section 4, validate after the
+        update.)
         """
         spans = []
         for rank in range(len(self.bubble)):
@@ -81,7 +82,7 @@ class Timeline:
 
 
 def idle(events: Iterable[TimelineEvent], step_time: float, ranks: int) -> tuple[float, ...]:
-    """The fraction of the step that each rank does not compute."""
+    """The fraction of the step in which each rank does not compute."""
     busy = [0.0] * ranks
     for event in events:
         if event.instruction.kind in WORK:
@@ -90,7 +91,7 @@ def idle(events: Iterable[TimelineEvent], step_time: float, ranks: int) -> tuple
 
 
 def in_units(nbytes: float) -> str:
-    """Bytes in the largest unit of which there is one.
+    """Bytes in the largest unit that does not exceed them.
 
     >>> in_units(3 * 2**29), in_units(1000)
     ('1.5 GiB', '1000 B')
