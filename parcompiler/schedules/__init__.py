@@ -17,7 +17,7 @@ from parcompiler.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = ["SCHEDULES", "Action", "Schedule", "build", "stages_per_rank"]
 
-Order = Callable[[int, int], Orders]  # of ranks and micro-batches
+Order = Callable[[int, int], Orders]  # (ranks, micro-batches) -> orders
 
 SINGLE: dict[str, Order] = {  # one stage on each rank
     "naive": naive,
@@ -58,7 +58,7 @@ def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
 
 
 def stages_per_rank(name: str, wanted: int) -> int:
-    """The stages on each rank of a named schedule, where `wanted` is 1 if nobody said.
+    """The stages on each rank of a named schedule; `wanted` is 1 by default.
 
     >>> stages_per_rank("interleaved", 1), stages_per_rank("zb-v", 1), stages_per_rank("1f1b", 1)
     (2, 2, 1)
@@ -67,7 +67,7 @@ def stages_per_rank(name: str, wanted: int) -> int:
 
 
 def _check(name: str, ranks: int, microbatches: int, virtual_stages: int) -> None:
-    """Raise InputError for what no schedule is built of."""
+    """Raise InputError for arguments from which no schedule can be built."""
     if name not in SCHEDULES:
         message = f"unknown schedule {name!r} (known: {', '.join(SCHEDULES)})"
         raise InputError(message)
@@ -83,7 +83,7 @@ def _check(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Non
 
 
 def _wanted(name: str, virtual_stages: int) -> str | None:
-    """What is wrong with a number of stages on each rank, if anything is."""
+    """The fault in a number of stages on each rank, if any."""
     if name == "interleaved":
         return "needs virtual_stages >= 2" if virtual_stages < 2 else None
     if name in V:

@@ -1,4 +1,4 @@
-"""One compute instruction of a schedule, and the four makers of it.
+"""One compute instruction of a schedule, and four functions that make one.
 
 >>> [str(make(2, 0)) for make in (forward, backward, backward_input, backward_weight)]
 ['F0', 'B0', 'I0', 'W0']
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from parcompiler.instruction import Kind
 
-NOWHERE = -1  # the stage of what every rank does for the layers of the vocabulary
+NOWHERE = -1  # the stage of vocabulary passes, which every rank computes
 LETTERS = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
@@ -32,7 +32,7 @@ class Action(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        """`F3`, `B3`, `I3` or `W3`: what is enough where a rank has one stage."""
+        """`F3`, `B3`, `I3` or `W3`: unambiguous where a rank has one stage."""
         return f"{LETTERS[self.kind]}{self.microbatch}"
 
     @property
@@ -41,7 +41,7 @@ class Action(NamedTuple):
         return str(self) if self.stage == NOWHERE else f"{self.stage}{self}"
 
 
-Orders = tuple[tuple[Action, ...], ...]  # what each rank computes, in order
+Orders = tuple[tuple[Action, ...], ...]  # the actions of each rank, in order
 
 
 def forward(stage: int, microbatch: int) -> Action:
@@ -60,5 +60,5 @@ def backward_input(stage: int, microbatch: int) -> Action:
 
 
 def backward_weight(stage: int, microbatch: int) -> Action:
-    """The part of a backward that nobody waits for: gradients of weights."""
+    """The part of a backward that no other stage waits for: gradients of weights."""
     return Action(Kind.BACKWARD_WEIGHT, stage, microbatch)

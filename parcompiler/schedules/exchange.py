@@ -1,14 +1,14 @@
 """Orders of compute as CSV, in the format of torch.distributed.pipelining.
 
     0F0,0F1,,,0B0,,0B1      one row per rank, one cell per action: stage, letter, micro-batch
-    ,1F0,1B0,1F1,1I1,1W1    an empty cell is an idle slot, and so is what a short row lacks
+    ,1F0,1B0,1F1,1I1,1W1    an empty or missing cell is an idle slot
 
 F is a forward, B a full backward, I an input backward and W a weight backward. torch writes rows
-of different lengths, and ignores where the idle slots are, as we do: they follow from the order.
+of different lengths and ignores the places of idle slots; so do we: they follow from the order.
 Its extended format, with communication in the cells, is refused: lowering adds communication.
 
-Our own plans have cells more, which torch does not know: S3, N3 and T3 in every row are what all
-ranks do for the head of micro-batch 3.
+Our own plans have further cells, which torch does not know: S3, N3 and T3 in every row are the
+passes of all ranks for the head of micro-batch 3.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _EXAMPLES = "for example 2F0, 2B0, 2I0 or 2W0"
 
 
 class CsvCell(NamedTuple):
-    """A cell, as a spreadsheet counts: from 1."""
+    """The place of a cell, counted from 1 as in a spreadsheet."""
 
     row: int
     column: int
 
     def __str__(self) -> str:
-        """How messages name it."""
+        """The place in the words of error messages."""
         return f"row {self.row}, column {self.column}"
 
 
@@ -102,7 +102,7 @@ def _rows(text: str) -> list[list[str]]:
 def _found(
     rows: Sequence[Sequence[str]],
 ) -> tuple[dict[Action, CsvCell], list[dict[Action, CsvCell]]]:
-    """Every action of a stage, and by row those of the head: where they stand."""
+    """The cell of every action of a stage, and by row the cells of the actions of the head."""
     stages: dict[Action, CsvCell] = {}
     shared: list[dict[Action, CsvCell]] = [{} for _ in rows]
     for row, cells in enumerate(rows, 1):
@@ -157,7 +157,7 @@ def _placement(found: CellOf, num_rows: int) -> tuple[int, ...]:
 
 
 def _check_complete(found: CellOf, num_stages: int) -> None:
-    """Raise InputError unless all stages compute the same micro-batches 0, 1, ..., forth and back.
+    """Raise InputError unless all stages have forward and backward of micro-batches 0, 1, ...
 
     A backward is whole or in two parts.
     """
@@ -210,7 +210,7 @@ def _check_order(found: CellOf) -> None:
 
 
 def _before(action: Action) -> Iterator[Action]:
-    """What stands before an action on the same rank."""
+    """The action that must stand before an action on the same rank."""
     _, j, i = action
     if action.kind is Kind.BACKWARD_WEIGHT:
         yield backward_input(j, i)

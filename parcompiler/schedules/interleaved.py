@@ -10,8 +10,8 @@ and so on, then the next round; backwards likewise, last chunk first. Rank r sta
 2(p - r - 1) + (v - 1)p forwards, then forward and backward alternate.
 
 Bubble (p - 1)(f + b + w)/v when p divides m; p + (p - 1)/v activations on rank 0. A last round of
-s < p micro-batches is a whole one without those that do not exist: what is left can still run,
-for micro-batches do not wait for each other, and idles at most (p - s)(f + b + w)(v - 1)/v more.
+s < p micro-batches is a whole round from which the others are left out. It still runs, as
+micro-batches do not wait for each other, and idles at most (p - s)(f + b + w)(v - 1)/v more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A schedule as the picture people know: time from left to right, a line for each rank.
+"""Draws a schedule as in the papers: time from left to right, a line for each rank.
 
-A forward and each half of a backward take one column, a whole backward two; messages none. What all
-ranks do for the head takes one, and waits for all of them where it must.
+A forward and each part of a backward take one column, a whole backward two, messages none. Each
+pass of the head on all ranks takes one, and waits for all ranks where it must.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from parcompiler.instruction import BACKWARDS, HEAD, Kind
 from parcompiler.schedules.action import NOWHERE, Action, Orders
 
 COLUMNS = {Kind.BACKWARD: 2}  # everything else takes 1
-Spans = list[tuple[int, int, Action]]  # begin, end, what
-Done = tuple[Kind, int, int]  # what ends, a backward of any kind as BACKWARD
+Spans = list[tuple[int, int, Action]]  # start, end, action
+Done = tuple[Kind, int, int]  # an action that has ended; backwards that stages wait for as BACKWARD
 
 
 def picture(placement: Sequence[int], orders: Orders) -> str:
@@ -44,8 +44,8 @@ def _line(spans: Spans, labels: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _spans(stages: int, orders: Orders) -> list[Spans] | None:
-    """When each action runs if it begins as soon as it can; None when some never do."""
-    ended: dict[Done, list[int]] = defaultdict(list)  # on each rank that has it, the end
+    """The span of each action if it begins as soon as it can; None when some never begin."""
+    ended: dict[Done, list[int]] = defaultdict(list)  # the ends on all ranks that have it
     head = _head(orders)
     spans: list[Spans] = [[] for _ in orders]
     going = True
@@ -68,7 +68,7 @@ def _spans(stages: int, orders: Orders) -> list[Spans] | None:
 
 
 def _needs(action: Action, last: int) -> Iterator[Done]:
-    """What stages must have ended before an action begins."""
+    """The actions of stages that must have ended before an action begins."""
     j, i = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and j > 0:
         yield Kind.FORWARD, j - 1, i
@@ -79,7 +79,7 @@ def _needs(action: Action, last: int) -> Iterator[Done]:
 
 
 def _barriers(action: Action, last: int, head: Sequence[Kind]) -> Iterator[Done]:
-    """What all ranks, or the last stage, must have ended for the head before an action begins."""
+    """The actions that must have ended before an action begins, because of a head on all ranks."""
     kind, j, i = action
     if kind is Kind.S:
         yield Kind.FORWARD, last, i
@@ -90,7 +90,7 @@ def _barriers(action: Action, last: int, head: Sequence[Kind]) -> Iterator[Done]
 
 
 def _head(orders: Orders) -> Sequence[Kind]:
-    """What all ranks do for the head before the last backward: T where it always stands before."""
+    """The passes of the head before the last stage's backward; T if it always precedes that."""
     kinds = [k for k in (Kind.S, Kind.NORMALIZE) if any(a.kind is k for o in orders for a in o)]
     if not kinds:
         return ()
@@ -106,5 +106,5 @@ def _head(orders: Orders) -> Sequence[Kind]:
 
 
 def _ranks(key: Done, ranks: int) -> int:
-    """How many ranks do something."""
+    """The number of ranks that have an action."""
     return ranks if key[0] in HEAD else 1

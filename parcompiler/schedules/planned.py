@@ -1,4 +1,4 @@
-"""The schedule that a plan names, or holds; and what it holds on each rank."""
+"""The schedule of a plan, by its name or its orders, and the micro-batches in flight under it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def planned(plan: Plan) -> Schedule:
 
 
 def trunk(plan: Plan) -> Schedule:
-    """The order of what stages compute under `plan`, as the schedule has it by itself.
+    """The order of compute under `plan` without a head on all ranks.
 
     Raises PlanError when the schedule is undecided, unknown, or of another size than the plan.
     """
@@ -32,8 +32,8 @@ def trunk(plan: Plan) -> Schedule:
 
 
 def outline(plan: Plan) -> Schedule:
-    """The schedule of a plan for one micro-batch if it has a name, else as it is: that says where
-    the stages are placed, and whether it is asynchronous, without the orders of thousands."""
+    """The schedule of a plan for one micro-batch if it has a name, else the whole: enough for the
+    placement of the stages and `asynchronous`, without the orders of thousands of micro-batches."""
     name, orders, ranks, _, virtual_stages, _ = identity(plan)
     if orders is None and name in SCHEDULES:
         return build(name, ranks, 1, virtual_stages)
@@ -41,13 +41,13 @@ def outline(plan: Plan) -> Schedule:
 
 
 def shorter(plan: Plan) -> Schedule:
-    """The schedule of fewer micro-batches, where each rank has a loop: it begins and ends, and
-    holds as much, as that of the plan; else the plan's."""
+    """The schedule for fewer micro-batches where each rank has a loop: it begins and ends like that
+    of the plan, and holds as much. Else the schedule of the plan."""
     return _shorter(*identity(plan))
 
 
 def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Micro-batches that the stages of each rank keep activations of."""
+    """By rank, the vectors of micro-batches whose activations its stages keep (`Schedule.held`)."""
     return _held(*identity(plan))
 
 
@@ -57,8 +57,8 @@ def left(plan: Plan) -> int:
 
 
 def identity(plan: Plan) -> Identity:
-    """What decides the order of compute: name, orders, ranks, micro-batches, stages on a rank, and
-    the method of a head that all ranks share."""
+    """The decisions that fix the order of compute: name, orders, ranks, micro-batches, stages on a
+    rank, and the method of a head that all ranks share."""
     choice = plan.vocabulary
     shared = choice is not None and choice.spread and choice.head is not None
     method = choice.method if choice is not None and shared else None
@@ -75,7 +75,7 @@ def _planned(
     virtual_stages: int,
     method: str | None,
 ) -> Schedule:
-    """The schedule of that name, or of those orders, with a head that is shared by a method."""
+    """The schedule with this name or these orders, with the head that `method` shares."""
     if method is not None:
         alone = _planned(name, orders, ranks, microbatches, virtual_stages, None)
         return spread(alone, method)

@@ -1,4 +1,4 @@
-"""Loops of orders: rounds that differ in their micro-batches alone, so that few stand for many.
+"""Loops of orders: rounds that differ only in their micro-batches, so that few stand for many.
 
 many   F F F B │ F B │ F B │ F B │ F B │ B B B      a round has a micro-batch for each rank
 few    F F F B │ F B │ F B │ B B B
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from parcompiler.instruction import Kind
 from parcompiler.schedules.action import Action
 
-ROUNDS = 6  # in which a steady state is looked for
-MANY = 2  # times as many micro-batches are worth it
+ROUNDS = 6  # rounds in which a steady state is looked for
+MANY = 2  # how many times more micro-batches are worth the search
 
 
 class RankLoop(NamedTuple):
-    """Where the loop of a rank begins and ends in its order, and the length of a round."""
+    """Start and end of the loop in the order of a rank, and the length of a round, in actions."""
 
     begin: int
     end: int
@@ -52,7 +52,7 @@ def loops_of_actions(orders: Sequence[Sequence[Action]]) -> list[RankLoop] | Non
 
 
 def rounds_to_spare(ranks: int, microbatches: int) -> int:
-    """How many rounds are more than a steady state is looked for in; 0 where these are few.
+    """The number of rounds beyond those in which a steady state is looked for; 0 if it is small.
 
     >>> rounds_to_spare(4, 48), rounds_to_spare(4, 46)
     (6, 0)
@@ -62,7 +62,7 @@ def rounds_to_spare(ranks: int, microbatches: int) -> int:
 
 
 def shortened(orders: Sequence[Sequence[Action]]) -> tuple[Sequence[Sequence[Action]], int]:
-    """The orders without the rounds that they can spare, and how many these are."""
+    """The orders without the rounds that they can spare, and the number of these rounds."""
     m = 1 + max((action.microbatch for own in orders for action in own), default=-1)
     rounds = rounds_to_spare(len(orders), m)
     loops = loops_of_actions(orders) if rounds else None
@@ -80,8 +80,8 @@ def shortened(orders: Sequence[Sequence[Action]]) -> tuple[Sequence[Sequence[Act
 def lengthened(
     orders: Sequence[Sequence[Action]], moments: Sequence[Sequence[int]], rounds: int
 ) -> list[list[Action]] | None:
-    """The orders that a walk writes where it has as many rounds more. It begins each action at a
-    moment; None unless all of two rounds in all loops comes equally later than the round before."""
+    """The orders of a walk with `rounds` more rounds. `moments` are the starts of the actions; None
+    unless, in all loops, two rounds in a row shift by the same time throughout."""
     loops = loops_of_actions(orders)
     if loops is None:
         return None
@@ -104,5 +104,5 @@ def lengthened(
 
 
 def _later(actions: Iterable[Action], more: int) -> Iterator[Action]:
-    """The actions for micro-batches that come so many later."""
+    """The actions with `more` added to their micro-batches."""
     return (Action(kind, j, i + more) for kind, j, i in actions)

@@ -1,4 +1,4 @@
-"""A schedule: which forward or backward each rank computes next. It only orders compute.
+"""A schedule: the order of forwards and backwards on each rank, without communication.
 
 Communication is added by lowering, once, for all schedules. Stage `j` runs on rank
 `placement[j]`; with one stage per rank that is the identity, and the stage is not printed:
@@ -43,7 +43,7 @@ _ACTIVATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of compute on every rank. Two that order alike are equal, whatever their names.
+    """The order of compute on every rank. Schedules with equal orders are equal under any names.
 
     An `asynchronous` one has no flush: parameters are updated after every backward.
     """
@@ -55,16 +55,16 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self.orders)
 
     @property
     def microbatches(self) -> int:
-        """How many micro-batches it has."""
+        """Number of micro-batches."""
         return 1 + max(action.microbatch for order in self.orders for action in order)
 
     def __str__(self) -> str:
-        """The picture people know: one line per rank, `.` is idle."""
+        """The picture of the schedule: one line per rank, `.` is idle."""
         return picture(self.placement, self.orders)
 
     def in_flight(self, stage: int) -> int:
@@ -76,14 +76,14 @@ class Schedule:
         return _most_alive(action for action in order if action.stage == stage)
 
     def peak(self, rank: int) -> Fraction:
-        """The most activations on a rank; one is that of all its stages for one micro-batch."""
+        """The most activations on a rank; 1 means one micro-batch on all of its stages."""
         return Fraction(_most_alive(self.orders[rank]), self.placement.count(rank))
 
     def held(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The most micro-batches in flight on the stages of a rank, in their order, together.
 
-        One vector for each moment that may be the fullest, whatever a micro-batch takes on each
-        stage: no other has as many of every stage, nor a mixture of two others.
+        One vector for each moment that may be the fullest, for any bytes per micro-batch and stage:
+        no other vector, nor a mixture of two others, is as large in every place.
 
         >>> from parcompiler.schedules import build
         >>> build("interleaved", ranks=2, microbatches=4, virtual_stages=2).held(0)
@@ -115,27 +115,27 @@ class Schedule:
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the CSV of torch.distributed.pipelining: a row per rank, a cell per action.
 
-        What all ranks do for the vocabulary is left out: torch has no cells for it.
+        The vocabulary passes of all ranks are left out: torch has no cells for them.
         """
         write_csv(path, self.orders)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Schedule:
-        """Read a CSV of torch.distributed.pipelining that holds compute alone.
+        """Read a CSV of torch.distributed.pipelining with compute only.
 
-        Its name is that of the file. Rows are ranks; empty cells are idle slots, and so is what
-        a row lacks at its end. Raises InputError that names the cell, its row and its column
-        (counted from 1) unless every stage is on one rank and computes every micro-batch once,
-        its forward before its backward.
+        The schedule has the name of the file. Rows are ranks; empty or missing cells are idle
+        slots. Raises InputError, naming the cell with its row and column (counted from 1), unless
+        every stage is on one rank and computes every micro-batch once, its forward before its
+        backward.
         """
         placement, orders = read_csv(path)
         return cls(Path(path).stem, placement, orders)
 
 
 def _largest(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The tuples that no other one dominates (is at least as large in every place)."""
+    """The vectors that no other dominates (is at least as large in every place)."""
     found: list[tuple[int, ...]] = []
-    for one in sorted(vectors, reverse=True):  # whatever is larger comes first
+    for one in sorted(vectors, reverse=True):  # larger ones come first
         if not any(all(map(le, one, other)) for other in found):
             while len(one) == 2 and len(found) > 1 and _is_mixture(found[-2], found[-1], one):
                 found.pop()
@@ -144,9 +144,9 @@ def _largest(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _is_mixture(one: tuple[int, ...], middle: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether a mixture of two pairs is as large in both places as the pair between them: bytes
-    are sums over stages, so that one of the two takes as many (a convex hull, by Andrew's monotone
-    chain)."""
+    """Whether a mixture of two pairs is as large in both places as the pair between them. Bytes are
+    linear in the pair, so that one of the two then takes at least as many (a convex hull, by
+    Andrew's monotone chain)."""
     (a, b), (c, d), (e, f) = one, middle, other
     return (a - c) * (f - d) >= (c - e) * (d - b)
 

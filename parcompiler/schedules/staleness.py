@@ -1,9 +1,9 @@
-"""How old the weights of an asynchronous order are, and how many versions of them it keeps.
+"""Staleness of the weights of an asynchronous order, and the number of versions that it keeps.
 
-A backward uses the weights of its forward, and the weights are updated behind every backward:
+A backward uses the weights of its forward, and the weights are updated after every backward:
 
     stage 0 of 2   F0 F1 B0 F2 B1 F3 B2 B3
-    version            0  0     1     2       [1] between F2 and the update of B2 comes that of B1
+    version        0  0     1     2           [1] B1 updates between F2 and the update of B2
 
 >>> from parcompiler.schedules import build
 >>> order = build("pipedream", ranks=4, microbatches=8).orders[0]
@@ -40,13 +40,13 @@ def staleness(lines: Iterable[ScheduledLine], stage: int) -> int:
 
 
 def versions(lines: Iterable[ScheduledLine], stage: int) -> int:
-    """The most versions of the weights of a stage that must be kept at once, the current among
-    them: that of every micro-batch in flight."""
+    """The most versions of the weights of a stage that must be kept at once: the current one, and
+    those of all micro-batches in flight."""
     return max((count for _, count in _updates(lines, stage)), default=1)
 
 
 def _updates(lines: Iterable[ScheduledLine], stage: int) -> Iterator[tuple[int, int]]:
-    """For each update its number less that of its forward's version, and the versions after it."""
+    """For each update, its staleness (updates since its forward) and the versions kept after it."""
     current, used = 0, dict[int | None, int]()
     for line in lines:
         if line.stage != stage:

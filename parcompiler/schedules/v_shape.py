@@ -1,4 +1,4 @@
-"""What schedules on a V have in common: where their stages are, and how they end.
+"""The common part of schedules on a V: the placement of their stages, and how they end.
 
 Rank r has stages r and 2p - 1 - r. A micro-batch goes down the ranks and up again, and so does
 its backward (here p = 3):
@@ -7,11 +7,11 @@ its backward (here p = 3):
     rank 1  .   1F0 .   .   4F0 .   .   4I0 .   .   1I0 .
     rank 2  .   .   2F0 3F0 .   .   .   .   3I0 2I0 .   .
 
-The longer one stage of a rank waits for its backward, the shorter the other does: all ranks can
-keep equally many activations. A schedule says what each rank does up to its last forward. Behind
-that nothing takes memory any more, and a rank does what is ready: input backwards, for others wait
-for them, those of its first stage before those of its second; weight backwards when there are
-none. What is ready when is found by running all ranks with f = b = w.
+The longer one stage of a rank waits for its backward, the shorter the other does, so that all ranks
+can keep equally many activations. A schedule fixes the order of each rank up to its last forward.
+After that nothing allocates memory, and a rank does what is ready: first input backwards, as other
+ranks wait for them (those of its first stage before those of its second), then weight backwards.
+What is ready at a time follows from a run of all ranks with f = b = w.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def v_stages(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
-    """Whole orders from those up to the last forward of each rank."""
+    """Complete the orders, which are given up to the last forward of each rank."""
     ranks = len(heads)
     # micro-batches that ended in the stage before; the first stage waits for none
     forwards = [microbatches] + [0] * (2 * ranks)
-    inputs = [0] * (2 * ranks) + [microbatches]  # that have ended in a stage itself
+    inputs = [0] * (2 * ranks) + [microbatches]  # input backwards that have ended in the stage
     orders: list[list[Action]] = [[] for _ in heads]
     running = [
         (order, _actions(head, v_stages(r, ranks), microbatches, forwards, inputs))
@@ -79,10 +79,10 @@ def _actions(
     forwards: Sequence[int],
     inputs: Sequence[int],
 ) -> Iterator[Action | None]:
-    """What a rank does in each slot, given what has ended before it; None where it waits.
+    """The action of a rank in each slot, given what has ended before; None where it waits.
 
-    First what the head says, whose gradients of weights are in the order of those of inputs; then
-    inputs before weights.
+    First the actions of `head`, in which weight backwards have the order of the input backwards;
+    then input backwards before weight backwards.
     """
     begun, weights = dict.fromkeys(stages, 0), deque[Action]()
     for action in head:

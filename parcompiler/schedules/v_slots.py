@@ -16,7 +16,7 @@ The fewer slots from a forward to its backward, the fewer activations. With
 
 no two steps of a rank meet modulo 6; g is 3 for even p with v-half, 2 where 3 divides p with
 v-min, and 0 otherwise. Weights take the first free slot after their input backward. The slots only
-order what a rank does up to its last forward; it runs as soon as it can.
+give the order of a rank up to its last forward; each action runs as soon as it can.
 
 v-half: at most (p + 2)//2 activations. For m >= p and f = b = w about half the bubble of 1F1B (0.41
 to 0.57 of it for p up to 40). Each micro-batch adds |f - b| - w/2, if that is positive.
@@ -61,19 +61,19 @@ def _min_slots(r: int, p: int) -> Slots:
 
 
 def _by_slot(slots: Callable[[int, int], Slots], ranks: int, microbatches: int) -> Orders:
-    """The orders that slots say up to each rank's last forward, and then what is ready."""
+    """Orders by slots up to each rank's last forward, then by what is ready."""
     heads = [list(_head(slots(r, ranks), v_stages(r, ranks), microbatches)) for r in range(ranks)]
     return finish(heads, microbatches)
 
 
 def _head(slots: Slots, stages: tuple[int, int], microbatches: int) -> Iterator[Action]:
-    """What a rank does up to its last forward: slots as they are taken, weights in free ones."""
+    """The order of a rank up to its last forward: by slots, with weight backwards in free ones."""
     first, second = stages
     what = (FORWARD, first), (FORWARD, second), (INPUT, second), (INPUT, first)
     steps = zip(slots, what, strict=True)
     taken = {slot % PERIOD: (slot, kind, stage) for slot, (kind, stage) in steps}
     assert len(taken) == len(slots), f"steps meet modulo {PERIOD}: {slots}"
-    never = PERIOD * microbatches + max(slots), FORWARD, first  # where no step has the slot
+    never = PERIOD * microbatches + max(slots), FORWARD, first  # stands in free slots
     weights: deque[Action] = deque()
     for slot in range(slots[1] + PERIOD * (microbatches - 1) + 1):
         begin, kind, stage = taken.get(slot % PERIOD, never)

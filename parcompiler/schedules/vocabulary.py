@@ -1,11 +1,12 @@
 """Orders in which all ranks also compute the head: S, NORMALIZE and T of every micro-batch.
 
-The head's rows are on all ranks, so between the last forward of a micro-batch and its last backward
-every rank has a share of work, and there are barriers: x goes to all, numbers of the softmax go
-between all, the gradient of x comes back. Each barrier gets a whole interval (2411.05288): on every
-rank the backwards come k micro-batches later, and so k more are alive; S and T fit in between.
+The rows of the head are on all ranks. So between the forward and the backward of a micro-batch on
+the last stage every rank has a share of work, and there are barriers: x goes to all ranks, they
+exchange numbers of the softmax, the gradient of x comes back. Each barrier gets a whole interval
+(2411.05288): on every rank the backwards come k micro-batches later, so that k more are in flight;
+S and T fit in between.
 
-    method      k    beside S of x               the last backward of x waits for
+    method      k    in the slot of S of x       the last stage's backward of x waits for
     vocab-2     1    T of x - 1                  S on all ranks
     vocab-1     2    T of x - 1                  T on all ranks
     naive       3    NORMALIZE of x - 1, T of x - 2       T
@@ -32,7 +33,7 @@ from parcompiler.schedules.vocabulary_interlaced import interlaced
 from parcompiler.schedules.vocabulary_one_f_one_b import one_f_one_b
 from parcompiler.schedules.vocabulary_walk import METHODS, SlotWalk, slots
 
-# Whole intervals between the last forward and the last backward: one for each barrier.
+# Whole intervals between forward and backward of the last stage: one for each barrier.
 INTERVALS = {"vocab-2": 1, "vocab-1": 2, "naive": 3}
 
 
@@ -40,9 +41,9 @@ INTERVALS = {"vocab-2": 1, "vocab-1": 2, "naive": 3}
 def spread(schedule: Schedule, method: str) -> Schedule:
     """The schedule with S, NORMALIZE and T on every rank, its backwards later by k micro-batches.
 
-    All ranks do these in the same order. A schedule that has one micro-batch in flight keeps it
-    so. One that has such actions already is returned as it is. Raises InputError for an unknown
-    method, and for an asynchronous schedule: its weights would be updated between S and T.
+    All ranks do these in the same order. A schedule with one micro-batch in flight stays so. A
+    schedule with such actions is returned unchanged. Raises InputError for an unknown method, and
+    for an asynchronous schedule: its weights would be updated between S and T.
     """
     if method not in METHODS:
         message = f"unknown vocabulary method {method!r} (known: {', '.join(METHODS)})"
@@ -59,7 +60,7 @@ def spread(schedule: Schedule, method: str) -> Schedule:
 
 
 def intervals(method: str, ranks: int) -> int:
-    """How many micro-batches later the backwards come."""
+    """k, the number of micro-batches by which backwards come later."""
     return INTERVALS.get(method, -(-ranks // 2))
 
 
@@ -93,7 +94,7 @@ def _orders(schedule: Schedule, method: str) -> Sequence[Sequence[Action]]:
 
 
 def delay(order: Sequence[Action], more: int) -> Iterator[Action]:
-    """An order whose backwards have `more` forwards before them than they had, or all of them.
+    """An order whose backwards have `more` additional forwards before them, as far as there are.
 
     >>> from parcompiler.schedules import build
     >>> " ".join(map(str, delay(build("1f1b", 2, 4).orders[1], 1)))

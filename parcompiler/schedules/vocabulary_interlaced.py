@@ -5,11 +5,11 @@
     rank p-2    F0 B-2 │ V0 │ F1 B-1 │ V1
     rank p-1    B-1 F0 │ V0 │ B0  F1 │ V1     even: the backward first
 
-An interval takes f + b and a slot on every rank, and nobody waits before the slot: a forward goes
-on to the next rank within the interval where that does its backward first, so over two ranks in one
-interval, and a backward over one. A rank that is d before the last has the forward of k + d / 2 and
-the backward of k - 1 - d in interval k: 3 p / 2 micro-batches are alive on rank 0, as in nnScaler
-(Lin et al., 2024) and section 6.1 of 2411.05288.
+An interval takes f + b and a slot on every rank, and no rank waits before the slot: a forward goes
+on to the next rank within the same interval if that rank does its backward first. So a forward
+passes two ranks per interval, a backward one. The rank d before the last has the forward of
+k + d / 2 and the backward of k - 1 - d in interval k: 3 p / 2 micro-batches are in flight on rank
+0, as in nnScaler (Lin et al., 2024) and section 6.1 of 2411.05288.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def interlaced(ranks: int, microbatches: int) -> Orders:
 
 
 def _order(rank: int, behind: int, microbatches: int) -> Iterator[Action]:
-    """That of a rank with so many ranks behind it."""
+    """The order of a rank with `behind` ranks after it."""
     for k in range(-(behind // 2), microbatches + behind + 1):
         computed = [backward(rank, k - 1 - behind), forward(rank, k + behind // 2)]
         for action in reversed(computed) if behind % 2 else computed:

@@ -7,9 +7,9 @@ Slot O_x is T of x - 1 and S of x. Four ranks, vocab-2:
     rank 2  F0 F1 S0 F2 T0 S1 B0 T1 S2 F3 B1 ...                       BSF
     rank 3  F0 S0 F1 B0 T0 S1 F2 B1 T1 S2 F3 B2 ...                    BSF
 
-All ranks are in slot O_x at about the same time, which is when the last one has done F of x. On the
-way from the last rank to the first the period begins earlier by f each time; before that exceeds b
-the slot moves behind the forward. Bubble (p - 1)(f + b), p + k micro-batches on rank 0.
+All ranks are in slot O_x at about the same time: when the last rank has done F of x. From the last
+rank to the first, the period begins earlier by f on each rank; before the sum exceeds b, the slot
+moves after the forward. Bubble (p - 1)(f + b), p + k micro-batches on rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from parcompiler.instruction import Kind
 from parcompiler.schedules.action import NOWHERE, Action, Orders, backward, forward
 
-F, B = 1, 2  # of which the order is made; the bubble is the same for others
+F, B = 1, 2  # times for which the order is made; the bubble formula holds for others too
 
 
 def one_f_one_b(ranks: int, microbatches: int, barriers: int) -> Orders:
@@ -32,7 +32,7 @@ def one_f_one_b(ranks: int, microbatches: int, barriers: int) -> Orders:
 
 
 def _late(ranks: int) -> list[bool]:
-    """Whether the slot of a rank comes behind its forward (the phase BFS)."""
+    """Whether the slot of each rank comes after its forward (BFS)."""
     late, offset = [False], 0
     for _ in range(ranks - 1):
         if late[-1]:
@@ -47,12 +47,12 @@ def _late(ranks: int) -> list[bool]:
 
 
 def _pause(late: list[bool], rank: int) -> int:
-    """How many slots a rank has before its first backward."""
+    """The number of slots of a rank before its first backward, without those of the warm-up."""
     return sum(not (late[r + 1] and not late[r]) for r in range(rank, len(late) - 1))
 
 
 class _DelayedRank:
-    """What one rank has done."""
+    """Generates the order of one rank."""
 
     def __init__(self, rank: int, warm: int, microbatches: int, barriers: int) -> None:
         self.m, self.warm, self.barriers = microbatches, warm, barriers
@@ -61,7 +61,7 @@ class _DelayedRank:
         self.slots = iter([tuple(_slot(x, microbatches)) for x in range(microbatches + 1)])
 
     def order(self, late: bool, pause: int) -> Iterator[Action]:
-        """Forwards and first slots, the slots of the pause, one of each in turn, what is left."""
+        """Forwards and first slots, the slots of the pause, one of each in turn, then the rest."""
         for _ in range(self.warm):
             yield next(self.forwards)
         for _ in range(self.barriers):

@@ -1,11 +1,12 @@
-"""Where S, NORMALIZE and T go in any order of compute: a walk through it in time.
+"""Places S, NORMALIZE and T in any order of compute, by a walk through it in time.
 
-A rank that is free does, if it can be done, what comes first of
-[1] what another rank has begun for the vocabulary: all ranks do that in the same order;
+A free rank does the first of these that is ready:
+[1] the vocabulary pass that another rank has begun: all ranks do them in the same order;
 [2] the next slot of the vocabulary, as soon as the last stage has done the forward of its S;
 [3] the next action of its order;
-[4] a part of a slot whose S is far. It comes before [3] when the last backward waits for it.
-When nobody can go on, some rank does its next forward earlier than its order says.
+[4] a part of a slot whose S is not ready yet, but before [3] if the last stage's backward waits for
+    it.
+When no rank can go on, one does its next forward earlier than in its order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from parcompiler.schedules.action import NOWHERE, Action
 
 Slot = tuple[Action, ...]
 
-# What a slot holds, and of how many micro-batches before.
+# The passes of a slot; the number says of how many micro-batches before.
 _SLOTS: dict[str, tuple[tuple[Kind, int], ...]] = {
     "naive": ((Kind.T, 2), (Kind.NORMALIZE, 1), (Kind.S, 0)),
     "interlaced": ((Kind.S, 0), (Kind.NORMALIZE, 0), (Kind.T, 0)),
@@ -27,12 +28,12 @@ _SLOTS: dict[str, tuple[tuple[Kind, int], ...]] = {
     "vocab-2": ((Kind.T, 1), (Kind.S, 0)),
 }
 METHODS = tuple(_SLOTS)
-# How long actions take in the walk. Only which of two ends first matters.
-_UNITS = {Kind.BACKWARD: 4, Kind.NORMALIZE: 1}  # everything else takes 2
+# Times of actions in the walk; only their order matters. All others take 2.
+_UNITS = {Kind.BACKWARD: 4, Kind.NORMALIZE: 1}
 
 
 def slots(method: str, microbatches: int, *, together: bool = False) -> list[Slot]:
-    """What ranks do for the head at once; `together`: all of one micro-batch.
+    """The passes of the head in groups that ranks do in a row; `together`: all of one micro-batch.
 
     >>> [" ".join(map(str, slot)) for slot in slots("vocab-2", 2)]
     ['S0', 'T0 S1', 'T1']
@@ -48,7 +49,8 @@ def slots(method: str, microbatches: int, *, together: bool = False) -> list[Slo
 
 
 def barrier(method: str, kind: Kind) -> Kind:
-    """What must have ended on all ranks before `kind`: NORMALIZE, T, or the last backward."""
+    """The pass that must have ended on all ranks before `kind`: NORMALIZE, T, or a backward of the
+    last stage."""
     if kind is Kind.NORMALIZE:
         return Kind.S
     if kind is Kind.T:
@@ -57,7 +59,7 @@ def barrier(method: str, kind: Kind) -> Kind:
 
 
 class SlotWalk:
-    """All ranks in time."""
+    """A walk of all ranks through their orders in time."""
 
     def __init__(
         self,
@@ -69,19 +71,19 @@ class SlotWalk:
         self.method = method
         self.last = len(placement) - 1
         self.source = placement[-1]
-        self.left = [list(reversed(order)) for order in orders]  # the next is at the end
+        self.left = [list(reversed(order)) for order in orders]  # the next action is at the end
         self.written: list[list[Action]] = [[] for _ in orders]
-        self.moments: list[list[int]] = [[] for _ in orders]  # when each of these begins
-        self.slots = [slot[k:] for slot in groups for k in range(len(slot))]  # what is left of it
-        self.issued = [0] * len(orders)  # of each rank, how many of `slots` it has begun
-        self.leader = 0  # the most of these
+        self.moments: list[list[int]] = [[] for _ in orders]  # the starts of the written actions
+        self.slots = [slot[k:] for slot in groups for k in range(len(slot))]  # each pass, and rest
+        self.issued = [0] * len(orders)  # by rank, the number of `slots` that it has begun
+        self.leader = 0  # the largest of these numbers
         self.stuck = False  # whether all ranks wait for each other
         self.idle = set(range(len(orders)))
         self.ended: set[tuple[bool, int, int]] = set()  # (is a backward, stage, micro-batch)
         self.count: Counter[Action] = Counter()  # ranks that have ended it
 
     def orders(self) -> list[list[Action]]:
-        """What every rank does, in order."""
+        """The order of every rank."""
         running: list[tuple[int, int, Action]] = []
         now = 0
         while True:
@@ -102,13 +104,13 @@ class SlotWalk:
                 _, rank, action = heapq.heappop(running)
                 self.idle.add(rank)
                 self._end(action)
-        for rank, left in enumerate(self.left):  # such an order never ends: others say so
+        for rank, left in enumerate(self.left):  # the order never ends: the verifier says so
             rest = (slot[0] for slot in self.slots[self.issued[rank] :])
             self.written[rank] += [*rest, *reversed(left)]
         return self.written
 
     def _choose(self, rank: int) -> Action | None:
-        """What a free rank does next; None when it must wait."""
+        """The next action of a free rank; None when it must wait."""
         k, own = self.issued[rank], self.left[rank]
         slot = self.slots[k] if k < len(self.slots) else ()
         due = bool(slot) and self._ready(slot[0])
@@ -122,20 +124,20 @@ class SlotWalk:
         return self._issue(rank) if due and (alone or self.stuck) else None  # [4]
 
     def _issue(self, rank: int) -> Action:
-        """The next thing that a rank does for the vocabulary."""
+        """Take the next vocabulary pass of a rank."""
         slot = self.slots[self.issued[rank]]
         self.issued[rank] += 1
         self.leader = max(self.leader, self.issued[rank])
         return slot[0]
 
     def _at_once(self, slot: Slot) -> bool:
-        """Whether a slot can be done without a pause; one without S when others wait for it."""
+        """Whether a slot can be done without a pause; one without S, whether others wait for it."""
         if slot[-1].kind is Kind.S:
             return all(map(self._ready, slot))
         return self.method != "vocab-2"
 
     def _awaited(self, slot: Slot) -> bool:
-        """Whether the last stage waits for the vocabulary before it can do the forward of an S."""
+        """Whether the last stage waits for the vocabulary before it can do the forward for an S."""
         own = self.left[self.source]
         waits = self.method != "vocab-2" and self.source in self.idle
         if not waits or not own or self._ready(own[-1]) or self._ready(slot[-1]):
@@ -144,7 +146,7 @@ class SlotWalk:
         return j == self.last and kind in BACKWARDS and (False, j, i) in self.ended
 
     def _ready(self, action: Action) -> bool:
-        """Whether what an action needs has ended."""
+        """Whether all that an action needs has ended."""
         kind, j, i = action
         if kind is Kind.FORWARD:
             return j == 0 or (False, j - 1, i) in self.ended
@@ -158,7 +160,7 @@ class SlotWalk:
         return self.count[before] == len(self.written)
 
     def _end(self, action: Action) -> None:
-        """Note what has ended."""
+        """Record that an action has ended."""
         kind, j, i = action
         if kind in HEAD:
             self.count[action] += 1

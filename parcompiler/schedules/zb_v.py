@@ -8,10 +8,10 @@
 [3] p - r times forward and backward of its second, [4] forward and backward of its first and of
 its second in turn until there are no forwards left, and then what is ready.
 
-From its first begin to its last end no rank idles when f = b = w and m >= 2p - 1, and all ranks
-have p activations at most. Ranks begin one after the other and end so too: from the first begin to
-the last end each idles for (p - 1)f/2. Fewer micro-batches take the order of 2p - 1 without those
-that do not exist: what is left can still run, for micro-batches do not wait for each other.
+Between its first action and its last no rank idles when f = b = w and m >= 2p - 1, and all ranks
+have at most p activations. Ranks begin one after the other, and end likewise: within the step each
+idles for (p - 1)f/2. Fewer micro-batches take the order of 2p - 1 without the others: it still
+runs, as micro-batches do not wait for each other.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def zb_v(ranks: int, microbatches: int) -> Orders:
 
 
 def _head(rank: int, ranks: int, full: int, microbatches: int) -> list[Action]:
-    """What a rank does up to its last forward."""
+    """The order of a rank up to its last forward."""
     order = [a for a in _order(rank, ranks, full) if a.microbatch < microbatches]
     last = max(k for k, action in enumerate(order) if action.kind is Kind.FORWARD)
     return order[: last + 1]
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """What a rank does until all forwards are done; m >= 2p - 1."""
+    """The order of a rank until all forwards are done; m >= 2p - 1."""
     first, second = v_stages(rank, ranks)
     lead = 2 * (ranks - rank) - 1
     yield from (forward(first, i) for i in range(lead))  # [1]

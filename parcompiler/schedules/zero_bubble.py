@@ -9,16 +9,16 @@
             rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
 I is the input backward, W the weight backward, f, b and w are the times of F, I and W.
-[1] Nobody waits for W: after p - r forwards rank r does each r micro-batches late, and so has
+[1] No stage waits for W: after p - r forwards rank r does each W r micro-batches late, and so has
 work left while the last backwards go up the ranks. [2] zb-h2 doubles that, and does 2(p - r) - 1
 forwards first, so that there is no gap before the first backward either.
 
 zb-h1: bubble (p - 1)(f + b - w) for m >= p; at most p activations on every rank.
-zb-h2: bubble (p - 1 - r)(f + b - 2w) on rank r from its first begin to its last end, for
-m >= 2p - 1; at most 2p - 1 activations on every rank. Ranks begin one after the other and end so
-too: from the first begin to the last end each idles for (p - 1)f at least.
-Fewer micro-batches leave fewer W to fill the bubble with. zb-h1 wants w <= f and w <= b for this,
-zb-h2 w <= f and 2w <= f + b: with more, W itself holds others up.
+zb-h2: bubble (p - 1 - r)(f + b - 2w) on rank r between its first action and its last, for
+m >= 2p - 1; at most 2p - 1 activations on every rank. Ranks begin one after the other, and end
+likewise: within the step each idles for at least (p - 1)f.
+Fewer micro-batches leave fewer W to fill the bubble with. These bubbles need w <= f and w <= b for
+zb-h1, w <= f and 2w <= f + b for zb-h2: a longer W itself holds up other ranks.
 """
 
 from __future__ import annotations
