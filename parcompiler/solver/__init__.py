@@ -1,4 +1,4 @@
-"""The one door to OR-tools: linear programmes (`linear`) and agendas of tasks (`agenda`)."""
+"""The only users of OR-tools: linear programmes (`linear`) and agendas of tasks (`agenda`)."""
 
 from parcompiler.solver.agenda import Agenda, agree
 from parcompiler.solver.linear import (

@@ -1,11 +1,11 @@
-"""Tasks that share machines and stores: an agenda in, the begins of its tasks out.
+"""Scheduling of tasks that share machines and stores: an agenda in, start times of its tasks out.
 
 Given       d[k]        duration of task k
             machines    sets of tasks of which no two run at once
             delays      (a, b, t): b begins t or more after the end of a
-            stores      rooms for things of sizes, each taken in when its first task begins and
-                        given back when its second ends
-Decide      x[k]        the begin of task k, between its earliest and the horizon
+            stores      capacities for items, each taken in when its first task begins and given
+                        back when its second ends
+Decide      x[k]        the start of task k, between its earliest and the horizon
 Minimize    max over k of x[k] + d[k]
 
 All numbers are whole, so the answer is exact.
@@ -19,10 +19,10 @@ All numbers are whole, so the answer is exact.
 >>> agree(agenda).makespan
 11
 
-CP-SAT with one worker, a fixed seed and a limit that counts operations, so that the same agenda
-gives the same begins. Its presolve is off as it is for linear programmes (see `linear`), and so
-are its linear relaxations: with them, agendas of 50 tasks on 4 machines that take 1 s without took
-minutes, and the operations they spend are not counted.
+CP-SAT runs with one worker, a fixed seed and a limit that counts operations, so that equal agendas
+have equal start times. Its presolve is off, as for linear programmes (see `linear`), and so are its
+linear relaxations: with them, agendas of 50 tasks on 4 machines took minutes instead of 1 s, and
+their operations are not counted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 Held = tuple[int, int, int]
-"""The task that takes a thing in, the task that gives it back, and its size."""
+"""The task that takes an item in, the task that gives it back, and the size of the item."""
 
 
 @dataclass(slots=True)
 class Agenda:
-    """Tasks, known by their numbers, and what they share. All begin at 0 or later."""
+    """Tasks, by their numbers, and the machines and stores that they share. All begin at 0 or
+    later."""
 
     horizon: int
     names: list[str] = field(default_factory=list)
@@ -51,11 +52,11 @@ class Agenda:
     earliest: list[int] = field(default_factory=list)
     delays: list[tuple[int, int, int]] = field(default_factory=list)
     machines: list[Sequence[int]] = field(default_factory=list)
-    stores: list[tuple[int, Sequence[Held]]] = field(default_factory=list)  # room, things
+    stores: list[tuple[int, Sequence[Held]]] = field(default_factory=list)  # capacity, items
     hints: dict[int, int] = field(default_factory=dict)
 
     def task(self, name: str, duration: int, earliest: int = 0) -> int:
-        """The number of a new task."""
+        """Add a task; returns its number."""
         self.names.append(name)
         self.durations.append(duration)
         self.earliest.append(earliest)
@@ -66,13 +67,13 @@ class Agenda:
         self.delays.append((first, second, delay))
 
     def store(self, room: int, things: Iterable[Held]) -> None:
-        """Demand that what is held at once is no larger than `room`."""
+        """Demand that the items held at once are no larger than `room` together."""
         self.stores.append((room, tuple(things)))
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """When each task begins. No agenda of these tasks ends before `bound`."""
+    """The start of each task. `bound` is a lower bound on the makespan."""
 
     status: Status
     makespan: int
@@ -81,13 +82,13 @@ class Agreement:
 
 
 def agree(agenda: Agenda, *, effort: float = EFFORT) -> Agreement:
-    """The begins whose last end is earliest.
+    """The start times with the least makespan.
 
-    `effort` is the limit of the search, in CP-SAT's deterministic units; past it, the best begins
-    so far are returned as "feasible".
+    `effort` is the limit of the search, in CP-SAT's deterministic units; past it, the best result
+    so far is returned as "feasible".
 
-    Raises InfeasibleError when there are none, UndecidedError when the limit was reached before
-    the first, InputError when the numbers are too large.
+    Raises InfeasibleError when there is no solution, UndecidedError when the limit was reached
+    before the first, InputError when the numbers are too large.
     """
     from ortools.sat.python import cp_model
 
@@ -110,7 +111,7 @@ def agree(agenda: Agenda, *, effort: float = EFFORT) -> Agreement:
 def _model(
     target: cp_model.CpModel, agenda: Agenda
 ) -> tuple[list[cp_model.IntVar], cp_model.IntVar]:
-    """The begins of the tasks in CP-SAT, and the last end."""
+    """The variables of CP-SAT: the start of each task, and the makespan."""
     begins = [
         target.new_int_var(earliest, max(agenda.horizon - duration, earliest), name)
         for name, duration, earliest in zip(
@@ -143,7 +144,7 @@ def _store(
     room: int,
     things: Sequence[Held],
 ) -> None:
-    """What is held at once is no larger than the room."""
+    """The items held at once are no larger than the capacity."""
     spans = []
     for taken, given, _ in things:
         end = begins[given] + agenda.durations[given]

@@ -1,4 +1,4 @@
-"""The one door to OR-tools: a model in, the values of its variables or InfeasibleError out.
+"""Linear and integer programmes: a model in, the values of its variables or InfeasibleError out.
 
 >>> model = SolverModel()
 >>> x = [model.binary(f"x[{i}]") for i in range(3)]
@@ -11,23 +11,23 @@ minimize 3 x[0] + 5 x[1] + 4 x[2]
 >>> solution.status, solution.objective, [solution[variable] for variable in x]
 ('optimal', 7, [1, 0, 1])
 
-Which solver, as measured with OR-tools 9.15 on one core:
+Choice of the solver, as measured with OR-tools 9.15 on one core:
 
-* Whole variables: CP-SAT, whose arithmetic is exact. It divides 40 random blocks into 8 stages in
+* Integer variables: CP-SAT, whose arithmetic is exact. It divides 40 random blocks into 8 stages in
   0.3 s (SCIP 12 s, HiGHS 25 s), and shards as fast as those two. It is called directly, because the
   linear_solver interface rounds (it called a feasible division infeasible) and crashes on HiGHS.
 * CP-SAT searches by propagation for a quarter of the effort, then with linear relaxations: a
-  division often takes 0.1 s of the first and 5 s of the second, packing the other way round.
+  division often takes 0.1 s by the first and 5 s by the second, packing the other way round.
 * CP-SAT's presolve is off: with it, 1 in 250 random divisions was called optimal and was up to 20 %
   off (like google/or-tools issue 5293, still open in 9.15); without it, none of 60,000. It saves
   little here.
-* `relax=True` for programmes whose linear relaxation is tight, such as sharding: GLOP solves that
-  first (thousands of binaries in 0.02 s), and when it is whole, it is the answer. Otherwise the
-  search begins there, with relaxations (0.3 s; propagation alone takes more than 60 s).
+* `relax=True` for programmes whose linear relaxation is tight, such as sharding: GLOP solves the
+  relaxation first (thousands of binaries in 0.02 s); if it is integral, it is the answer. Otherwise
+  CP-SAT starts from it, with relaxations (0.3 s; propagation alone takes more than 60 s).
 * Continuous variables: GLOP. No programme has both kinds.
 
-The same model gives the same values: one worker, because parallel ones race; a fixed seed; and a
-limit that counts the solver's operations, because no clock runs the same twice.
+Equal models have equal values: one worker, because parallel ones race; a fixed seed; and a limit
+that counts the solver's operations, because times vary.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from typing import TYPE_CHECKING, Literal
 
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 
-if TYPE_CHECKING:  # OR-tools takes 0.4 s to import: it is, where the first programme is solved
+if TYPE_CHECKING:  # OR-tools takes 0.4 s to import: that is done with the first programme
     from ortools.linear_solver.python import model_builder
     from ortools.sat.python import cp_model
 
 Status = Literal["optimal", "feasible"]
 
 EFFORT = 5.0  # default limit, in CP-SAT's deterministic units: 0.3 to 2 s of one core each
-TOLERANCE = 1e-6  # of the solvers that calculate in floating point
-PROVEN = 1e-9  # a gap that their rounding alone can leave
+TOLERANCE = 1e-6  # of the floating-point solvers
+PROVEN = 1e-9  # a relative gap that may be their rounding alone
 PRECISION = 52  # bits; rows with fractions are scaled to about this size, then rounded
-ONE, NONE = Fraction(1), Fraction(0)  # scale and error of a sum that is whole
+ONE, NONE = Fraction(1), Fraction(0)  # scale and error of a sum with integer coefficients
 
 PROPAGATE, RELAX = 0, 2  # CP-SAT's linearization_level
 
@@ -58,7 +58,7 @@ PROPAGATE, RELAX = 0, 2  # CP-SAT's linearization_level
 class UndecidedError(PlanError):
     """The limit was reached with neither a solution nor a proof that there is none.
 
-    `bound` is what the objective cannot be below.
+    `bound` is a lower bound of the objective.
     """
 
     def __init__(self, effort: float, bound: float) -> None:
@@ -103,7 +103,7 @@ class Constraint:
 
 @dataclass(slots=True)
 class SolverModel:
-    """A linear programme, built row by row; it prints as it would be written."""
+    """A linear programme, built row by row; it prints in the usual notation."""
 
     variables: list[Variable] = field(default_factory=list)
     rows: list[Constraint] = field(default_factory=list)
@@ -116,7 +116,7 @@ class SolverModel:
         return self.integer(name, 0, 1)
 
     def integer(self, name: str, low: int, high: int) -> Variable:
-        """A new whole variable."""
+        """A new integer variable."""
         return self._new(name, low, high, whole=True)
 
     def continuous(self, name: str, low: float = 0, high: float = math.inf) -> Variable:
@@ -130,11 +130,11 @@ class SolverModel:
         self.rows.append(Constraint(tuple(terms), low, high))
 
     def minimize(self, terms: Iterable[Term], constant: float = 0) -> None:
-        """Set the objective. Whole coefficients keep it, its bound and its gap exact."""
+        """Set the objective. With integer coefficients it, its bound and its gap are exact."""
         self.objective, self.constant = tuple(terms), constant
 
     def hint(self, variable: Variable, value: float) -> None:
-        """Say where to look first. Hints change neither the optimum nor the bound."""
+        """Suggest a value to try first. Hints change neither the optimum nor the bound."""
         self.hints[variable] = value
 
     def _new(self, name: str, low: float, high: float, whole: bool) -> Variable:
@@ -152,7 +152,7 @@ class SolverModel:
 class SolverResult:
     """Values of the variables, and how good they are.
 
-    No solution has an objective below `bound`; `gap` is (objective - bound) / |objective|.
+    `bound` is a lower bound of the objective; `gap` is (objective - bound) / |objective|.
     """
 
     status: Status
@@ -162,11 +162,11 @@ class SolverResult:
 
     @property
     def gap(self) -> float:
-        """What is left to prove, relative to the objective."""
+        """The relative gap between the objective and its bound."""
         return relative_gap(self.objective, self.bound)
 
     def __getitem__(self, variable: Variable) -> float:
-        """The value of a variable; an int when the variable is whole."""
+        """The value of a variable; an int for an integer variable."""
         return self.values[variable.index]
 
 
@@ -191,7 +191,7 @@ def solve(model: SolverModel, *, relax: bool = False, effort: float = EFFORT) ->
 
 
 def _relax_first(model: SolverModel, effort: float) -> SolverResult:
-    """The linear relaxation when it is whole; else a search that begins there."""
+    """The solution of the linear relaxation if it is integral; else a search that starts there."""
     try:
         relaxed = _floating(model, effort)
     except UndecidedError:  # GLOP gives up where coefficients are many orders of magnitude apart
@@ -240,13 +240,13 @@ def value_of(model: SolverModel, values: Sequence[float]) -> float:
 
 
 def satisfies(model: SolverModel, values: Sequence[float]) -> bool:
-    """Whether the values keep to every bound and constraint, exactly."""
+    """Whether the values satisfy every bound and constraint exactly."""
     bounded = all(v.low <= x <= v.high for v, x in zip(model.variables, values, strict=True))
     return bounded and all(row.low <= _sum(row.terms, values) <= row.high for row in model.rows)
 
 
 def linear(terms: Iterable[Term]) -> str:
-    """A sum as it would be written."""
+    """A sum in the usual notation."""
     text = ""
     for coefficient, variable in terms:
         size = "" if abs(coefficient) == 1 else f"{abs(coefficient):g} "
@@ -262,7 +262,7 @@ def _sum(terms: Iterable[Term], values: Sequence[float]) -> float:
 def _exact(
     model: SolverModel, hints: Mapping[Variable, float], linearization: int, effort: float
 ) -> SolverResult:
-    """Solve with CP-SAT: whole variables, whole coefficients."""
+    """Solve with CP-SAT: integer variables, integer coefficients."""
     from ortools.sat.python import cp_model
 
     target = cp_model.CpModel()
@@ -300,7 +300,8 @@ def _exact(
 def run(
     target: cp_model.CpModel, linearization: int, effort: float
 ) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
-    """CP-SAT after solving a model, and how that ended. Raises InputError for large numbers."""
+    """Solve a model with CP-SAT; returns the solver and its status. Raises InputError for numbers
+    that are too large."""
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()
@@ -320,7 +321,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _WholeSum:
-    """A sum times `scale`, its coefficients then rounded, which moves it by `error` at most."""
+    """A sum times `scale` with rounded coefficients; the rounding changes it by at most `error`."""
 
     indices: list[int]
     coefficients: list[int]
@@ -329,7 +330,7 @@ class _WholeSum:
 
     @staticmethod
     def of(terms: Sequence[Term]) -> _WholeSum:
-        """Whole coefficients stay as they are."""
+        """The sum of these terms; integer coefficients are not scaled."""
         indices = [variable.index for _, variable in terms]
         if all(float(a).is_integer() for a, _ in terms):
             return _WholeSum(indices, [int(a) for a, _ in terms], ONE, NONE)
@@ -353,7 +354,7 @@ class _WholeSum:
 
 
 def _floating(model: SolverModel, effort: float) -> SolverResult:
-    """Solve with GLOP, as if no variable were whole."""
+    """Solve the linear relaxation with GLOP."""
     from ortools.linear_solver.python import model_builder
 
     target = model_builder.Model()  # type: ignore[no-untyped-call]
@@ -369,7 +370,7 @@ def _floating(model: SolverModel, effort: float) -> SolverResult:
     solver = model_builder.Solver("glop")
     status = solver.solve(target)
     if status in (model_builder.SolveStatus.INFEASIBLE, model_builder.SolveStatus.UNBOUNDED):
-        # The solver takes the one for the other. Without an objective it can only be infeasible.
+        # GLOP confuses the two. Without an objective the model can only be infeasible.
         target.minimize(0)
         if solver.solve(target) == model_builder.SolveStatus.INFEASIBLE:
             raise _infeasible(model)
