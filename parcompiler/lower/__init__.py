@@ -1,4 +1,4 @@
-"""Plan -> Lowered: what every rank does, as stages and instruction lists."""
+"""Plan -> Lowered: the work of every rank, as stages and instruction lists."""
 
 from parcompiler.lower.lower import lower
 from parcompiler.lower.lowered import Call, Lowered, StageProgram, StageValue, TiedTensor

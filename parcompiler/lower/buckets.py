@@ -1,4 +1,4 @@
-"""Gradients that are summed over the data ranks together, and where in the lists.
+"""Buckets: gradients that are summed together over the data ranks, and their places in the lists.
 
     BACKWARD stage 1 mb 6
     BACKWARD stage 1 mb 7                        the gradients of stage 1 are final
@@ -13,15 +13,15 @@ which the forward reads the parameters. A tensor that several ranks hold is summ
 their data replicas at once, as `TiedTensor`, and is in no bucket; experts of one data rank alone
 need no sum.
 
-Where data ranks keep pieces of gradients (the second level of ZeRO), a bucket is summed behind each
-backward of its stage, and what that has added goes to the pieces:
+Where data ranks keep pieces of gradients (ZeRO 2), a bucket is summed after each backward of its
+stage, and the sum is added to the pieces:
 
     BACKWARD stage 1 mb 6
     REDUCE_GRADIENTS bucket_0 mb 6 ranks 1
     BACKWARD stage 1 mb 7
     REDUCE_GRADIENTS bucket_0 mb 7 ranks 1
 
-A tensor that several ranks hold is in a bucket of each then, and its sum at the end is over pieces.
+A tensor that several ranks hold is then in a bucket of each, and its sum at the end is over pieces.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from parcompiler.problem import bucket_size, filled
 from parcompiler.schedules.action import NOWHERE
 
 Lines = tuple[Instruction, ...]
-FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what adds to gradients of parameters
-EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # what adds to gradients of rows of the vocabulary
+FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # add to gradients of parameters of stages
+EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # add to gradients of rows of the vocabulary
 ADDS = frozenset((*FINAL, *EVERYWHERE))
 
 
@@ -49,8 +49,8 @@ def buckets(
     lists: Sequence[Lines],
     spread: Spread | None = None,
 ) -> tuple[Bucket, ...]:
-    """The buckets of every rank, in the order in which they become final there; tensors `apart` are
-    in none."""
+    """The buckets of every rank, in the order in which they become final there; the tensors in
+    `apart` are in none."""
     most = bucket_size(graph, len(lists))
     found: list[Bucket] = []
     for rank, lines in enumerate(lists):
@@ -73,8 +73,8 @@ def gathered(
     tied: Sequence[TiedTensor],
     kind: Kind = Kind.GATHER_PARAMETERS,
 ) -> tuple[Lines, ...]:
-    """The lists, and behind the optimizer's step what the data ranks have updated of each bucket
-    and of each tied tensor; what the next forward reads first comes first."""
+    """The lists with a gather of each bucket and tied tensor, which data ranks have updated in
+    parts, after the optimizer's step; the tensors that the next forward reads first come first."""
     return tuple(
         (*lines, *_gathers(rank, [b.label for b in found if b.ranks == (rank,)], tied, kind))
         for rank, lines in enumerate(lists)
@@ -92,8 +92,8 @@ def _gathers(
 def placed(
     lists: Sequence[Lines], found: Sequence[Bucket], *, each: bool = False
 ) -> tuple[Lines, ...]:
-    """The lists with the buckets of each stage behind its last backward and what that sends;
-    `each`: behind that of each micro-batch."""
+    """The lists with the buckets of each stage after its last backward and the messages of that;
+    `each`: after the backward of each micro-batch."""
     return tuple(tuple(_placed(rank, lines, found, each)) for rank, lines in enumerate(lists))
 
 
@@ -120,18 +120,18 @@ def _placed(rank: int, lines: Lines, found: Sequence[Bucket], each: bool) -> Ite
 
 
 def _last(lines: Lines) -> dict[int, int]:
-    """Where each stage of a list goes back for the last time, the earliest first."""
+    """The place of the last backward of each stage in a list, the earliest first."""
     places = {_home(line): place for place, line in enumerate(lines) if _adds(line)}
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
 def _adds(line: Instruction) -> bool:
-    """Whether an instruction adds to gradients of parameters for good."""
+    """Whether an instruction adds to gradients of parameters."""
     return line.kind in ADDS
 
 
 def _home(line: Instruction) -> int:
-    """The stage of such an instruction; NOWHERE for what all ranks do."""
+    """The stage of such an instruction; NOWHERE for the vocabulary passes of all ranks."""
     return NOWHERE if line.stage is None else line.stage
 
 

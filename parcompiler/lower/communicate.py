@@ -1,11 +1,11 @@
-"""Orders of compute -> instruction lists: sends, receives and reductions, once for all schedules.
+"""Orders of compute -> instruction lists with sends, receives and sums, alike for all schedules.
 
-The compute instructions of all ranks are walked in one order of time (`timeline.order`), and
-whenever one ends, what others need of it is written down at both ends. Since every receive is
-written before its send, no ranks can wait for each other in a circle even if sends blocked, and
-both ends of a channel agree on the order; and so do all ranks on the collectives of the vocabulary.
-A value goes straight from the stage that makes it to each rank that uses it, however many stages
-lie between; its gradient comes straight back.
+The compute instructions of all ranks are walked in order of time (`timeline.order`); when one ends,
+its messages are written on both ranks. As every receive is written before its send, ranks cannot
+wait for each other in a circle even if sends blocked, and both ends of a channel agree on the
+order, as do all ranks on the collectives of the vocabulary. A value goes straight from the stage
+that makes it to each rank that uses it, past any stages in between; its gradient comes straight
+back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def training(
     """The instruction list of every rank for one training step.
 
     An asynchronous step updates the parameters of a stage after each of its backwards. `orders`
-    have the head of `spread`, and get its embeddings.
+    contain the head of `spread`; its embeddings are added.
     """
     wiring = _Wiring(stages, values, spread)
     lists = wiring.written(orders)
@@ -73,7 +73,7 @@ def evaluation(
 
 
 def _updated(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """An UPDATE behind every BACKWARD; the gradients that it sends back leave before."""
+    """Add an UPDATE after every BACKWARD and the sends of its gradients."""
     pending: list[Instruction] = []
     for line in instructions:
         if line.kind in COMPUTE:
@@ -86,14 +86,14 @@ def _updated(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def _reductions(rank: int, tied: Sequence[TiedTensor]) -> Iterator[Instruction]:
-    """The sums of gradients that a rank takes part in, in the same order on all ranks."""
+    """The sums of tied gradients in which a rank takes part, in one order on all ranks."""
     for item in tied:
         if rank in item.ranks:
             yield Instruction(Kind.REDUCE_GRADIENTS, value=item.label, ranks=item.ranks)
 
 
 class _Wiring:
-    """What goes between the ranks of stages."""
+    """Writes the instruction lists: the stages, and the values that go between their ranks."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class _Wiring:
         self._links = [link for value in made for link in _links(value)]
         self._untrained = frozenset(stage.index for stage in stages if not stage.trained)
         self._spread = spread
-        # The loss is on the stage that computes it, or gives what the head takes.
+        # The loss is on the rank of the stage that computes it or makes the input of the head.
         losses = (stage.rank for stage in stages if stage.loss is not None)
         head = None if spread is None else spread.head
         rank = next(losses) if head is None else self._placement[head.stage]
         self.share = Instruction(Kind.SHARE_LOSS, peer=rank)
 
     def written(self, orders: Orders, *, training: bool = True) -> list[tuple[Instruction, ...]]:
-        """The instructions of every rank for orders without embeddings; in training with the
+        """The instructions of every rank. `orders` have no embeddings; in training they have the
         head."""
         short, rounds = shortened(orders)
         lists = self._written(short, rounds, training=training)
@@ -126,7 +126,8 @@ class _Wiring:
     def _written(
         self, orders: Orders, rounds: int, *, training: bool
     ) -> list[tuple[Instruction, ...]] | None:
-        """The instructions of orders with so many rounds more, or None; see `lists`."""
+        """The instructions of the orders with `rounds` more rounds, or None; see
+        `InstructionNames.lists`."""
         placement, links, spread = self._placement, self._links, self._spread
         if spread is None:
             walk = walked(placement, orders, links)
@@ -143,7 +144,8 @@ class _Wiring:
         return names.lists(walk, self._untrained, rounds)
 
     def _with_head(self, orders: Orders, walk: OrderWalk, source: int) -> Orders:
-        """Forwards alone, with what every rank computes of the head behind that of its stage."""
+        """Orders of forwards with the head's forward passes on every rank after that of stage
+        `source`."""
         assert self._spread is not None
         exact = len(_layers(self._spread, training=False).exchanges) > 1
         moments: list[Moment] = [
@@ -157,13 +159,13 @@ class _Wiring:
 
 
 def _links(value: StageValue) -> list[StageLink]:
-    """A value as messages say it: to stages from which its gradient comes back, and to others."""
+    """The links of a value: to stages from which its gradient comes back, and to others."""
     users = tuple(j for j in value.consumers if j != NOWHERE and j not in value.detached)
     links = [StageLink(value.producer, users, value.differentiable)] if users else []
     return [*links, *([StageLink(value.producer, value.detached, False)] if value.detached else [])]
 
 
 def _layers(spread: Spread, *, training: bool) -> SharedLayers:
-    """The layers of the vocabulary as their collectives say it."""
+    """The layers of the vocabulary, in the form that `timeline.collectives` needs."""
     users = tuple(item.stage for item in spread.lookups)
     return SharedLayers(spread.method, users, spread.head.stage if spread.head else None, training)

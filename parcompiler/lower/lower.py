@@ -1,4 +1,4 @@
-"""Plan -> Lowered, on one screen."""
+"""Plan -> Lowered: the steps of lowering in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parcompiler.schedules.planned import planned
 
 
 def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
-    """What every rank does under `plan`; `cut` are the blocks at the plan's granularity."""
+    """The lowered plan; `cut` are the blocks of `graph` at the plan's granularity."""
     schedule, level = planned(plan), plan.zero or 0
     orders, choices = schedule.orders, plan
     if level == 3:
@@ -31,7 +31,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
     )
     updates = plan.updates or ALL_REDUCE
-    apart = tied if level < 2 else ()  # whose gradients are never in pieces
+    apart = tied if level < 2 else ()  # their gradients are never in pieces
     unsummed = _alone(graph, plan) | {item.name for item in apart}
     reduced = buckets(graph, stages, unsummed, lists, everywhere)
     if updates.separate:

@@ -1,7 +1,6 @@
-"""The one representation below the plan: stages, the values between them, instruction lists.
+"""The representation below the plan: stages, the values between them, instruction lists.
 
-The verifier, the simulator, the code generator and the runtime read these; nothing is decided
-after it.
+The verifier, the simulator, the code generator and the runtime read it and decide nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ Layer = TypeVar("Layer", bound=EmbeddingLookup | VocabularyHead)
 class StageValue:
     """A tensor that one stage makes and others use; `shape` is that of one micro-batch.
 
-    `order` are its dimensions as they lie in memory, the outermost first, if not in their order.
-    What the layers of the vocabulary make or use has them as producer or consumer NOWHERE.
-    `detached` are the consumers on ranks that send no gradient back: none of their use of a
-    differentiable value leads to the loss.
+    `order` are its dimensions in memory order, the outermost first; empty for the usual order. The
+    producer or consumer NOWHERE stands for the vocabulary layers on all ranks. `detached` are the
+    consumers on ranks that send no gradient back: no use of a differentiable value there leads to
+    the loss.
     """
 
     name: str
@@ -50,10 +49,10 @@ class StageValue:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One block run by a stage: what it reads and what it names its results.
+    """A stage's call of one block, with the names of arguments and results.
 
     With `recompute` its activations are not kept: the backward runs it again. With `offload` they
-    wait in the host's memory. Otherwise it runs the nodes in `again` again.
+    wait in the host's memory. Otherwise the backward runs only the nodes in `again` again.
     """
 
     block: Block
@@ -66,7 +65,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """The blocks on one pipeline stage, in order, and what goes in and out.
+    """The blocks on one pipeline stage, in order, and the values that it receives and gives.
 
     `inputs` are tensors of the batch, `receives` values of earlier stages, `gives` values that
     later stages need (and the loss, on the stage that has it). `prologue` are the nodes that the
@@ -106,8 +105,8 @@ class TiedTensor:
 class Bucket:
     """Trainable tensors of one rank whose gradients are summed together over the data ranks.
 
-    They are final after the last backward of `stage`, or of what is NOWHERE; `ranks` is the one
-    rank.
+    They are final after the last backward of `stage` (NOWHERE: of the vocabulary layers on all
+    ranks); `ranks` is the one rank.
     """
 
     label: str
@@ -120,8 +119,9 @@ class Bucket:
 class SpreadLayer(Generic[Layer]):
     """A layer of the vocabulary on all ranks, which reads `inputs` of the batch.
 
-    `value` is what a lookup gives to `stage`, or the head takes from it. No other stage reads what
-    is looked up: what several blocks use is a copy that `stage` makes.
+    `value` is the result of a lookup, which `stage` reads, or the input of the head, which `stage`
+    makes. No other stage reads the result of a lookup: several blocks use a copy that `stage`
+    makes.
     """
 
     value: str
@@ -132,10 +132,10 @@ class SpreadLayer(Generic[Layer]):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The layers of the vocabulary, of whose tables every rank holds rows.
+    """The layers of the vocabulary on all ranks; every rank holds rows of their tables.
 
-    `tensors` are the parameters and buffers that are held so, each with the size of the vocabulary,
-    which is a dimension of it.
+    `tensors` are the parameters and buffers that are divided like this, each with the size of the
+    vocabulary, which is one of its dimensions.
     """
 
     method: str
@@ -145,7 +145,7 @@ class Spread:
 
     @property
     def all(self) -> tuple[SpreadLayer[EmbeddingLookup] | SpreadLayer[VocabularyHead], ...]:
-        """The lookups, and behind them the head."""
+        """The lookups, then the head."""
         return (*self.lookups, *([self.head] if self.head else []))
 
     @property
@@ -156,15 +156,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What every rank does. `variables` names each node that crosses blocks.
+    """The lowered plan: the work of every rank. `variables` names each node that crosses blocks.
 
     An `asynchronous` step updates the parameters of a stage after each of its backwards.
 
-    A rank here is a pipeline coordinate of the mesh: all ranks at it do the same, on `data`
-    different batches (of which each `context` neighbours share one, see `grid`), and each of
-    `tensor` with its pieces of what the graph says is in pieces. So
-    nothing grows with their number; `grid` says who they are, and `codegen.rank` what each does.
-    `plan` is what was lowered, for the verifier to compare.
+    A rank here is a pipeline coordinate of the mesh. All ranks at it do the same: `data` of them
+    on different batches (of which every `context` neighbours share one, see `grid`), and `tensor`
+    of them on their pieces of the tensors that the graph divides. So nothing here grows with their
+    number; `grid` lists the ranks, and `codegen.rank` says what each does. `plan` is the plan that
+    was lowered, for the verifier to compare.
     """
 
     graph: Graph
@@ -198,18 +198,18 @@ class Lowered:
 
     @property
     def sums(self) -> tuple[TiedTensor | Bucket, ...]:
-        """Everything whose gradients are summed over ranks."""
+        """All tensors and buckets whose gradients are summed over ranks."""
         return self.tied if self.updates.separate else self.shared
 
     @property
     def shared(self) -> tuple[TiedTensor | Bucket, ...]:
-        """Everything that ranks bring together: gradients, or parameters behind the step."""
+        """All tensors and buckets that ranks combine: gradients, or parameters after the step."""
         return (*self.tied, *self.buckets)
 
     @property
     def choices(self) -> tuple[StageChoice, ...]:
-        """The stages as a plan says them: units of those of its own plan, where the parameters of
-        each are gathered by themselves (`lower.units`)."""
+        """The stages in the form of a plan: the units of the plan's stages where the parameters of
+        each unit are gathered by themselves (`lower.units`)."""
         return tuple(
             StageChoice(tuple(call.block.name for call in stage.calls), stage.rank)
             for stage in self.stages
@@ -217,7 +217,7 @@ class Lowered:
 
     @cached_property
     def split(self) -> frozenset[int]:
-        """The stages whose backward comes in two parts, the second one for weights."""
+        """The stages whose backward comes in two parts, for inputs and for weights."""
         return frozenset(
             line.stage
             for lines in self.instructions

@@ -1,8 +1,8 @@
-"""Names for blocks and for the values that cross them, as one would choose them in a program.
+"""Names for blocks and for the values that cross them, as a programmer would choose them.
 
 A block's result is called after the block (`h_3`); further results and the prologue after the
-variable that holds them in the user's source (`position_bias`, `cos`). What is looked up on all
-ranks is called after the module that looks it up (`wte`).
+variable that holds them in the user's source (`position_bias`, `cos`). The result of a lookup on
+all ranks is called after the module of the embedding (`wte`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parcompiler.naming.source import spoken_name
 
 
 def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
-    """A distinct identifier for every node that is used outside the block it stands in."""
+    """A distinct identifier for every node that is used outside its block."""
     names: dict[fx.Node, str] = {}
     taken: set[str] = set(EMITTED)
     short = short_names(block.name for block in cut.blocks)
@@ -45,7 +45,7 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
 
 
 def _looked_up(graph: Graph) -> dict[fx.Node, str]:
-    """What the embeddings on all ranks give: named by their module, else by that of the table."""
+    """Names for results of embeddings on all ranks: by their module, else by that of the table."""
     lookups = graph.vocabulary.lookups if graph.vocabulary else ()
     paths = {}
     for item in lookups:
@@ -57,7 +57,7 @@ def _looked_up(graph: Graph) -> dict[fx.Node, str]:
 
 
 def _own_names(cut: Cut) -> Mapping[fx.Node, str]:
-    """The further results of blocks whose names in the source are those of one value only."""
+    """Names of further results of blocks, where their name in the source is unique."""
     others = [node for block in cut.blocks for node in block.outputs[:-1]]
     wishes = {node: spoken_name(node) for node in others}
     counts = Counter(wishes.values())
@@ -73,7 +73,7 @@ def _buffer_name(graph: Graph, node: fx.Node) -> str | None:
 
 
 def short_names(blocks: Iterable[str]) -> dict[str, str]:
-    """For each block an identifier from the end of its path, as short as tells them apart.
+    """For each block, the shortest end of its path that tells it from the others, as an identifier.
 
     >>> list(short_names(["wte+wpe", "transformer.h.0", "transformer.h.1"]).values())
     ['wte_wpe', 'h_0', 'h_1']
@@ -91,7 +91,7 @@ def short_names(blocks: Iterable[str]) -> dict[str, str]:
 
 
 def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
-    """How many parts of its path each block is called by: the same for layers of one list."""
+    """The number of parts of its path in each block's name: equal for layers of one list."""
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, path in paths.items():
         alike[_pattern(path)].append(name)
@@ -110,5 +110,5 @@ def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
 
 
 def _pattern(path: list[str]) -> tuple[str, ...]:
-    """A path without its numbers."""
+    """A path with `#` in place of its numbers."""
     return tuple("#" if part.isdigit() else part for part in path)

@@ -1,4 +1,4 @@
-"""Blocks on stages -> stage programs: calls in order, what comes in, what goes out."""
+"""Blocks on stages -> stage programs: calls in order, values received and given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parcompiler.timeline.order import detached
 
 
 class Division:
-    """Where every node of the graph stands once the blocks are on stages."""
+    """The stage of every node of the graph under a plan, from which stage programs are made."""
 
     def __init__(self, graph: Graph, plan: Plan, cut: Cut) -> None:
         assert plan.stages is not None
@@ -49,7 +49,7 @@ class Division:
         self.selective = plan.selective
         spread = graph.vocabulary
         self.embedded = tuple(item.node for item in spread.lookups) if spread else ()
-        self.headed = spread.head.x if spread and spread.head else None  # what the head takes
+        self.headed = spread.head.x if spread and spread.head else None  # the input of the head
 
     def stages(self) -> tuple[StageProgram, ...]:
         """One program per stage."""
@@ -98,7 +98,7 @@ class Division:
         )
 
     def spread(self, method: str) -> Spread | None:
-        """The layers of the vocabulary on all ranks: who uses them, what they read; None when every
+        """The layers of the vocabulary on all ranks, with their stages and inputs; None when every
         layer is on a stage."""
         found, by_name = self.graph.vocabulary, self.graph.by_name
         if found is None:
@@ -150,7 +150,7 @@ class Division:
         )
 
     def _call(self, block: Block) -> Call:
-        """A block with the names of what it reads and returns."""
+        """The call of a block, with the names of the values that it reads and returns."""
         return Call(
             block,
             tuple(self.variables[node] for node in block.inputs),

@@ -1,19 +1,19 @@
-"""Stages in units: the parameters that are whole at once where data ranks hold pieces of them.
+"""Units: parts of stages whose parameters are gathered together where data ranks hold pieces.
 
-    UNSHARD h_0             [1] the rows of all data ranks, for one unit
+    UNSHARD h_0             [1] gather the rows of all data ranks, for one unit
     UNSHARD h_1             [2] one unit ahead, beside the compute
     FORWARD h_0
-    RESHARD h_0             [3] all but the rows of this data rank is free
+    RESHARD h_0             [3] free all but the rows of this data rank
     UNSHARD h_2
-    FORWARD h_1 ...         and the same in the order of the backwards, with the sums of gradients
+    FORWARD h_1 ...         likewise in the order of the backwards, with the sums of gradients
 
-Rajbhandari et al. 2020, arXiv 1910.02054, section 5.3: the third level of ZeRO. A unit is a stage
-of its own, of one block, on the rank of the stage it is from; a block with few parameters is in the
-unit of a neighbour. So values go from unit to unit as they do where a rank has several stages,
-under every schedule, and the lists say when parameters are whole.
+Rajbhandari et al. 2020, arXiv 1910.02054, section 5.3: ZeRO 3. A unit is a stage of its own, of one
+block, on the rank of the stage from which it comes; a block with few parameters joins the unit of a
+neighbour. So under every schedule values go from unit to unit as between several stages of a rank,
+and the lists say when parameters are whole.
 
-What a rank uses again within KEEP computations stays whole: it would be gathered for the next but
-one while the one between runs. BACKWARD_WEIGHT reads no parameters.
+Parameters that a rank uses again within KEEP computations stay whole: they would be gathered again
+while the computation in between runs. BACKWARD_WEIGHT reads no parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Lines = tuple[Instruction, ...]
 
 
 def in_units(plan: Plan, cut: Cut) -> tuple[Plan, list[int]]:
-    """The plan with a stage for each unit, and how many units each stage has become."""
+    """The plan with a stage for each unit, and the number of units of each original stage."""
     assert plan.stages is not None
     weights = {block.name: block.weights for block in cut.blocks}
     found = [
@@ -58,7 +58,7 @@ def _units(
 
 
 def unit_orders(orders: Sequence[Sequence[Action]], counts: Sequence[int]) -> Orders:
-    """The orders of stages as those of their units: forwards in order, backwards in reverse."""
+    """The orders with units in place of stages: forwards in order, backwards in reverse."""
     first = [sum(counts[:j]) for j in range(len(counts))]
     return tuple(tuple(_in_units(order, first, counts)) for order in orders)
 
@@ -66,7 +66,7 @@ def unit_orders(orders: Sequence[Sequence[Action]], counts: Sequence[int]) -> Or
 def sharded(
     lists: Sequence[Lines], stages: Sequence[StageProgram], graph: Graph
 ) -> tuple[Lines, ...]:
-    """The lists, with what makes the parameters of each stage whole and frees them again."""
+    """The lists with UNSHARD and RESHARD around the uses of the parameters of each stage."""
     having: set[int | None] = {
         stage.index
         for stage in stages
@@ -109,7 +109,7 @@ def _sharded(rank: int, lines: Lines, having: Container[int | None]) -> Iterator
             if m + 1 == len(own) or own[m + 1] - n > KEEP:
                 behind[uses[n]].append(replace(line, kind=Kind.RESHARD))
     for k, line in enumerate(lines):
-        # The one that is used here stands before the one that is used next.
+        # The unit that is used here is gathered before the next one.
         yield from sorted(before[k], key=lambda item, stage=line.stage: item.stage != stage)  # type: ignore[misc]
         yield line
         yield from behind[k]
