@@ -1,4 +1,4 @@
-"""What a block costs: its operators, the bytes it keeps for its backward, seconds on a device."""
+"""Costs of a block: its operators, the bytes it keeps for its backward, seconds on a device."""
 
 from parcompiler.cost.block import BlockCost, trace_block
 from parcompiler.cost.memory import (

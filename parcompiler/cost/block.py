@@ -1,13 +1,13 @@
-"""What a block costs, found by running it: operators, FLOPs, bytes moved, live memory.
+"""Costs of a block, found by running it without data: operators, FLOPs, bytes moved, live memory.
 
 The nodes run on tensors that have a shape, strides and a dtype but no data (see `stand_in`), so
-that nothing is computed, whatever the sizes. What autograd chooses by device (which attention
-kernel) is as on the CPU, but for dropout, which is as on the device.
+that nothing is computed at any size. Autograd's choices by device (which attention kernel) are
+those of the CPU, except for dropout, which is that of the device.
 
 A backward may run in two parts (zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241):
 
     first     gradients of inputs; each linear layer defers its input x and dY, as the runtime does
-    second    dYᵀ x for one weight after the other, added to the gradient that is there
+    second    dYᵀ x for one weight after the other, added to its gradient
 
 In a whole backward, dYᵀ x waits for the next collective of the tensor ranks and runs beside it.
 """
@@ -50,7 +50,7 @@ from parcompiler.graph import NodeRoles, dtype_of, tensors_of
 Overwritten = Mapping[fx.Node, Collection[fx.Node]]
 Storages = set[torch.UntypedStorage]
 
-# Where the input of a linear layer stands among its arguments.
+# The position of the input among the arguments of a linear layer.
 _INPUT = {linear: min({0, 1, 2} - {*places[:2]}) for linear, places in PLACES.items()}
 
 
@@ -60,9 +60,9 @@ class BlockCost:
 
     `forward` and `backward` are the operators in order, `weight` those of `backward` that can be
     deferred: products for the weights of linear layers. `saved` is kept from the forward to the
-    backward, apart from parameters, buffers and the block's inputs; `saved_inputs` are those of
-    its inputs that are kept. `output_bytes` is the size of all outputs, `gradient_bytes` that of
-    those that receive gradients. `estimated` names the operators that could not run without data
+    backward, without parameters, buffers and the block's inputs; `saved_inputs` are the inputs
+    that are kept. `output_bytes` is the size of all outputs, `gradient_bytes` that of outputs that
+    receive gradients. `estimated` names the operators that could not run without data
     ("backward" for the backward as a whole): their cost is a guess from shapes.
 
     A value on the boundary of two blocks occupies memory once: `saved_outputs` is the part of
@@ -76,8 +76,9 @@ class BlockCost:
         first_peak         the first backward of a step, in which gradients of parameters stay
         output_peak        the backward where a caller keeps the gradients of the outputs to its end
         input_peak         the first part of a backward in two parts
-        first_input_peak   that, in the first backward of a step, with copies as in `copied_peak`
-        first_weight_peak  the second part then
+        first_input_peak   as input_peak, in the first backward of a step, with copies as in
+                           `copied_peak`
+        first_weight_peak  the second part, in the first backward of a step
         copied_peak        `first_peak` where gradients are copied to float32 for masters
         unsaved_peak       the forward of a block that is recomputed, which saves nothing
         recompute_peak     its second run, up to the last tensor that the backward needs
@@ -129,11 +130,11 @@ def trace_block(
 
     `inputs` are the nodes outside that it reads, `outputs` its nodes that are used outside; `roles`
     say what placeholders are, and which nodes carry gradients. With `split` the block runs once
-    more with a backward in two parts, whose tensors live for longer. `overwritten` says with which
-    node the values of others are let go, if nothing saves them (see `naming.variables`); the rest
-    live to the end. With `accelerator` some operators run in fused kernels, and the nodes in
+    more with a backward in two parts, whose tensors live longer. `overwritten` has for each node
+    the values that are released with it unless something saves them (see `naming.variables`); all
+    others live to the end. With `accelerator` some operators run in fused kernels, and the nodes in
     `again` run again in the backward (see `execution.Recorder`). Raises InputError when the block
-    reads a node that is none of these.
+    reads any other node.
     """
     reads, differentiable = (nodes, inputs, outputs, roles), roles.differentiable
     with torch.enable_grad():
@@ -151,8 +152,8 @@ def trace_block(
                 saved,
             )
             estimated = execute(nodes, values, recorder, variables, leaving)
-        # Only outputs survive, so that what just led to dropped values is not saved; and no
-        # gradient comes to those that carry none.
+        # Only outputs survive, so that tensors saved for dropped values are freed; outputs that
+        # carry no gradient are detached.
         results = {
             node: values[node]
             if node.name in differentiable
@@ -251,7 +252,7 @@ def _backward(
     try:
         with recorder:
             differentiate([seed], [leaf for leaf in outside.leaves if id(leaf) not in weights])
-    except Exception as error:  # whatever it is, as in the forward
+    except Exception as error:  # of any kind, as in the forward
         _refuse_missing(error, nodes)
         recorder.take()
         return False
@@ -261,7 +262,7 @@ def _backward(
 def _guess_backward(
     nodes: Sequence[fx.Node], forward: Sequence[Operation], recorder: Recorder
 ) -> None:
-    """Record a backward that could not run: twice each operation, and what ranks exchange in it."""
+    """Record a backward that could not run: each operation twice, and the collectives in it."""
     for operation in reversed(forward):
         if operation.kind != EXCHANGE:
             recorder.add(doubled(operation))
@@ -271,7 +272,7 @@ def _guess_backward(
 
 
 def _linear(nodes: Iterable[fx.Node], roles: NodeRoles) -> dict[fx.Node, fx.Node]:
-    """The linear layers whose weights can have their gradients later, with these weights."""
+    """The linear layers whose weight gradients can be deferred, with their weights."""
     weights = {node: deferrable_weight(node, roles.parameters) for node in nodes}
     return {node: w for node, w in weights.items() if w and node.name in roles.differentiable}
 
@@ -304,10 +305,8 @@ def _first_part(
     accelerator: bool,
     again: Collection[fx.Node],
 ) -> dict[str, Any]:
-    """The fields of a `BlockCost` about a backward in two parts; none where no layer can defer.
-
-    What cannot run without data counts nothing here: the whole backward is estimated then.
-    """
+    """The fields of a `BlockCost` about a backward in two parts; empty where no layer can defer, or
+    where the backward cannot run without data: then the whole backward is estimated."""
     linear = _linear(nodes, roles)
     if not linear:
         return {}
@@ -353,8 +352,8 @@ def _leaving(
     leave: Callable[[Left], None],
     scope: RunningAgain,
 ) -> Callable[[fx.Node], None]:
-    """Lets linear `layers`, once they are made, leave their input and the gradient of their result
-    in the backward."""
+    """A callback for executed nodes: makes linear `layers` leave their input and the gradient of
+    their result in the backward."""
 
     def made(node: fx.Node) -> None:
         if node not in layers or not values[node].requires_grad:
@@ -374,8 +373,8 @@ def _leaving(
 def _second_peak(
     deferred: list[Left], memory: LiveMemory, sizes: Mapping[str, int], kept: Mapping[str, int]
 ) -> int:
-    """The peak of the second part if the gradients that it makes stay, in `kept` bytes of each:
-    other than its size where it is copied to float32. Frees what was deferred."""
+    """The peak of the second part if its gradients stay, in `kept` bytes each, which differ from
+    `sizes` where a gradient is copied to float32. Frees the deferred tensors."""
     peak, made = 0, set[str]()
     while deferred:
         name = deferred[0][0]

@@ -1,14 +1,15 @@
-"""What a collective takes: rings and trees of messages over the links within and between nodes.
+"""Seconds of a collective: rings and trees of messages over the links within and between nodes.
 
     ring    0 -> 1 -> 2 -> 3 -> 0     n - 1 steps, each a piece of the bytes from every rank
-    tree    0 <- 1, 2 <- 3; 0 <- 2    as many steps as the ranks halve, pipelined over the bytes
+    tree    0 <- 1, 2 <- 3; 0 <- 2    log2(n) steps, pipelined over the bytes
 
 On accelerators the algorithms and their figures are those by which NCCL chooses (NVIDIA/nccl,
 src/graph/tuning.cc, ncclTopoTuneModel and its table of constants), and the cheapest is taken: the
-ring of Patarasuk and Yuan (2009, section 3), for sums that all get the double binary tree of
-Sanders, Speck and Träff (2009), for pieces of ranks alone on their nodes a tree ("PAT"). Each runs
-by the cheapest of three protocols: few bytes go with flags among them, so that nobody waits for
-fences, and many without. On CPUs (gloo) there is one protocol, and trees for all but all-to-all.
+ring of Patarasuk and Yuan (2009, section 3); for all-reduce also the double binary tree of Sanders,
+Speck and Träff (2009); for all-gather and reduce-scatter among ranks alone on their nodes also a
+tree ("PAT"). Each uses the cheapest of three protocols: few bytes go with flags among them, so that
+no rank waits for fences, and many without. On CPUs (gloo) there is one protocol, and trees for all
+but all-to-all.
 
 >>> from parcompiler.device import device
 >>> eight, two = RankGroup(8), RankGroup(8, nodes=2)
@@ -30,20 +31,20 @@ from parcompiler.mesh import Mesh
 from parcompiler.spmd.conversions import BYTES
 
 SENT: Mapping[str, Callable[[float, int], float]] = {str(name): f for name, f in BYTES.items()}
-TWICE = ("all-reduce",)  # goes round twice: to the sum, and with it
-ROOTED = ("broadcast", "reduce")  # one rank has or gets the whole: it is sent on
+TWICE = ("all-reduce",)  # bytes go round twice: as summands, and as the sum
+ROOTED = ("broadcast", "reduce")  # one rank has or gets the whole
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that talk to each other: `size` of them on `nodes` nodes."""
+    """A group of `size` ranks on `nodes` nodes."""
 
     size: int
     nodes: int = 1
 
     @property
     def local(self) -> int:
-        """The ranks on the node that has most of them."""
+        """The number of ranks on the node that has most of them."""
         return math.ceil(self.size / self.nodes)
 
 
@@ -59,8 +60,8 @@ def group(ranks: Iterable[int], device: Device) -> RankGroup:
 
 
 def neighbours(size: int, device: Device, apart: int = 1) -> RankGroup:
-    """Ranks whose numbers are `apart` from the first of a node on: those of a tensor axis follow
-    one another."""
+    """A group of `size` ranks whose numbers differ by `apart`, from the first of a node on; those
+    of a tensor axis follow one another."""
     return group(range(0, size * apart, apart), device)
 
 
@@ -83,8 +84,7 @@ def among(mesh: Mesh, ranks: Iterable[int]) -> RankGroup:
 
 
 def _starts(mesh: Mesh) -> list[int]:
-    """For each pipeline coordinate the first of the run of equal devices that it is in: with it a
-    node begins."""
+    """For each pipeline coordinate, the first of its run of equal devices, where a node begins."""
     if mesh.is_uniform:
         return [0] * mesh.pipeline
     starts = [0]
@@ -94,7 +94,7 @@ def _starts(mesh: Mesh) -> list[int]:
 
 
 def joined(mesh: Mesh, action: str, nbytes: float, ranks: Iterable[int]) -> float:
-    """The time in s of a collective among ranks of a mesh; of several devices the slowest's."""
+    """Seconds of a collective among ranks of a mesh, on the slowest of their devices."""
     members = list(ranks)
     together = among(mesh, members)
     if mesh.is_uniform:
@@ -127,7 +127,7 @@ def between(mesh: Mesh, source: int, target: int) -> Link:
 
 
 def _slowest_of(links: Iterable[Link]) -> Link:
-    """A link as slow as the slowest of some in both."""
+    """A link with the least bandwidth and the largest latency of some links."""
     distinct = set(links)
     if len(distinct) == 1:
         return distinct.pop()
@@ -145,7 +145,7 @@ def slowest(mesh: Mesh) -> Link:
 
 
 def message(mesh: Mesh, pairs: Iterable[tuple[int, int]], nbytes: float) -> float:
-    """The time in s of a message between pipeline coordinates; of several the longest."""
+    """Seconds of a message between pipeline coordinates; of several pairs the longest."""
     if mesh.is_uniform:
         links = {between(mesh, *pair) for pair in pairs} or {mesh.hardware.link}
         return max(carried(link, nbytes, mesh.hardware) for link in links)
@@ -154,10 +154,10 @@ def message(mesh: Mesh, pairs: Iterable[tuple[int, int]], nbytes: float) -> floa
 
 
 def carried(link: Link, nbytes: float, device: Device) -> float:
-    """The time in s of a message on the link of a device's node, or on one between nodes.
+    """Seconds of a message on the link of a device's node, or on one between nodes.
 
-    As much of the bandwidth is reached as the device's curves say: of a "message", else of the
-    "link", within a node, and of the "network".
+    The share of the bandwidth that is reached is that of the device's curves: within a node of a
+    "message", else of the "link"; between nodes of the "network".
     """
     reached = device.efficiency.exchange
     if link is device.link:
@@ -172,11 +172,12 @@ def whole(action: str, sent: float, n: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How pieces are copied: which part of the bytes is `payload`, of within and between nodes,
-    and latencies as parts of a link's: of the kernel once (`base`), of each step of a ring and of
-    a tree. LL has flags of 4 B behind every 4 B, LL128 of 8 B behind every 120 B; Simple waits.
+    """A protocol that copies pieces. All pairs are for within and between nodes.
 
-    LL uses at most `most` of a link's nominal bandwidth, in one node and over several.
+    `payload` is the share of data in the bytes sent. Latencies are shares of a link's latency: of
+    the kernel once (`base`), of each step of a ring and of a tree. LL has flags of 4 B after every
+    4 B, LL128 of 8 B after every 120 B; Simple waits. LL uses at most `most` of a link's nominal
+    bandwidth.
     """
 
     payload: tuple[float, float] = (1.0, 1.0)
@@ -190,8 +191,8 @@ class Protocol:
 def _nccl(
     base: float, ring: tuple[float, float], tree: tuple[float, float], **more: Any
 ) -> Protocol:
-    """A protocol by NCCL's microseconds, within and between nodes: a link's latency is that of a
-    message by Simple, of 8.4 for the kernel and a step of 3.4 within a node, 14 between nodes."""
+    """A protocol from NCCL's microseconds, within and between nodes. A link's latency is that of a
+    message by Simple: 8.4 for the kernel, plus a step of 3.4 within a node or 14 between nodes."""
     near, far = 8.4 + 3.4, 8.4 + 14.0
     return Protocol(
         base=(base / near, base / far),
@@ -218,12 +219,12 @@ PAT_PAYLOAD, PAT_STEP, PAT_RANK = 0.75, 14.0 / 3.5 / 22.4, 2.8 / 22.4  # of "PAT
 
 
 def seconds(action: str, nbytes: float, ranks: RankGroup, device: Device) -> float:
-    """The time in s of a collective about `nbytes` (of the whole value) among some ranks.
+    """Seconds of a collective of `nbytes` (of the whole value) among some ranks.
 
     `action` is "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "rotation" (all round,
-    see `ring`), "broadcast" or "reduce" (to one rank). Where the device has a measured curve of it
-    that says which part of the bandwidth is reached; else those of its "link" and its "network" do,
-    for all collectives.
+    see `ring`), "broadcast" or "reduce" (to one rank). The share of the bandwidth that is reached
+    is that of the device's measured curve of the action, if there is one; else that of its "link"
+    and its "network", for all collectives.
     """
     if ranks.size < 2:
         return 0.0
@@ -254,7 +255,7 @@ def _protocols(device: Device) -> tuple[Protocol, ...]:
 
 
 class _Links(NamedTuple):
-    """What a group has between its ranks; `nominal` is the bandwidth of a link on paper."""
+    """The links between the ranks of a group; `nominal` is the nominal bandwidth of a link."""
 
     ranks: RankGroup
     inside: Link
@@ -263,16 +264,17 @@ class _Links(NamedTuple):
 
     @property
     def several(self) -> int:
-        """Which of a pair is about the group: in one node, or over several."""
+        """The index in pairs of figures: 0 within one node, 1 over several."""
         return int(self.ranks.nodes > 1)
 
     @property
     def slowest(self) -> Link:
-        """The link that a ring cannot do without."""
+        """The slowest link of a ring."""
         return self.outside if self.several else self.inside
 
     def bandwidth(self, payload: tuple[float, float], most: tuple[float, float]) -> float:
-        """What goes round: between nodes a ring for the adapter of each rank of the node."""
+        """The bandwidth of all rings together: between nodes there is one for the adapter of each
+        rank of a node."""
         reached = self.inside.bandwidth
         if self.several:
             reached = min(reached, self.ranks.local * self.outside.bandwidth)
@@ -285,10 +287,10 @@ def _sent(action: str, nbytes: float, n: int) -> float:
 
 
 def _ring(action: str, sent: float, links: _Links, protocol: Protocol) -> float:
-    """n - 1 steps, or twice as many; as many of them between nodes as nodes are left."""
+    """Seconds of a ring: n - 1 steps, or twice that, of which nodes - 1 are between nodes."""
     ways, crossing = 2 if action in TWICE else 1, links.ranks.nodes - 1
     near, far = protocol.ring
-    alone = protocol.tree[1] if links.ranks.local == 1 else far  # nothing hides a step then
+    alone = protocol.tree[1] if links.ranks.local == 1 else far  # then nothing hides a step
     latency = (links.ranks.size - 1 - crossing) * near * links.inside.latency
     latency += crossing * alone * links.outside.latency
     once = protocol.base[links.several] * links.slowest.latency
@@ -296,8 +298,8 @@ def _ring(action: str, sent: float, links: _Links, protocol: Protocol) -> float:
 
 
 def _tree(action: str, nbytes: float, links: _Links, protocol: Protocol) -> float:
-    """Up, down or both, in pieces that follow one another. NCCL's is a tree of nodes, in each of
-    which ranks are a chain; gloo's halves the ranks of a node too."""
+    """Seconds of a tree, up, down or both, with the bytes in pieces that follow one another. NCCL's
+    is a tree of nodes, with a chain of ranks in each; gloo's halves the ranks of a node too."""
     ways, (near, far) = 2 if action in TWICE else 1, protocol.tree
     local, nodes = links.ranks.local, links.ranks.nodes
     steps = local - 1 if protocol in NCCL else math.ceil(math.log2(local))
@@ -309,13 +311,13 @@ def _tree(action: str, nbytes: float, links: _Links, protocol: Protocol) -> floa
 
 
 def _pat(sent: float, links: _Links) -> float:
-    """Pieces over a tree of ranks that are alone on their nodes."""
+    """Seconds of PAT: pieces over a tree of ranks that are alone on their nodes."""
     steps = 8.0 / 22.4 + math.log2(links.ranks.nodes) * PAT_STEP + links.ranks.size * PAT_RANK
     return steps * links.outside.latency + sent / (links.outside.bandwidth * PAT_PAYLOAD)
 
 
 def _direct(nbytes: float, links: _Links) -> float:
-    """Every rank sends each other its piece, all at once."""
+    """Seconds of an all-to-all: every rank sends each other rank its piece, all at once."""
     size, local = links.ranks.size, links.ranks.local
     piece = nbytes / size**2
     near, far = (local - 1) * piece, (size - local) * piece

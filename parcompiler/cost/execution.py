@@ -29,11 +29,11 @@ from parcompiler.spmd.runtime_call import NodeCollectives
 class Recorder(TorchDispatchMode):
     """Records every operator that costs something, in order, and the live memory.
 
-    With `accelerator` dropout runs in the kernels that accelerators have for it: one that keeps a
-    mask of bytes, and attention's, which draws its mask anew in the backward. The CPU multiplies by
-    a mask of the value's dtype, and takes attention with dropout apart. RMS norms have a kernel
-    there, and are some twenty on the CPU, which keep two copies in float32. The nodes in `again`
-    run again in the backward (see `again`).
+    With `accelerator` dropout runs in the kernels of accelerators: one that keeps a mask of bytes,
+    and that of attention, which draws its mask again in the backward. The CPU multiplies by a mask
+    of the value's dtype, and decomposes attention with dropout. RMS norms are one kernel on
+    accelerators, and about twenty on the CPU, which keep two copies in float32. The nodes in
+    `again` run again in the backward (see `again`).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.memory = memory or LiveMemory()
         self.left: list[tuple[Operation, object]] = []  # products, with the tensors they hold
-        self.place: int | None = None  # of the node that runs, or whose backward does
+        self.place: int | None = None  # of the node whose forward or backward runs
 
     def __torch_dispatch__(
         self,
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
             self.operations.append(dataclasses.replace(operation, place=self.place))
 
     def follow(self, result: object) -> None:
-        """Let the backward of what a node has just made be at its place."""
+        """Record the backward of a node's result at the place of the node."""
         place, key = self.place, "parcompiler"
         functions = [tensor.grad_fn for tensor in tensors_of(result)]
         while functions:
@@ -87,8 +87,8 @@ class Recorder(TorchDispatchMode):
         backward: bool = False,
         steps: Sequence[Operation] = (),
     ) -> None:
-        """Record the collectives of a conversion, of its forward or its backward; beside the first
-        run the products that were left, and all `steps` but one of the call that it is in."""
+        """Record the collectives of a conversion's forward or backward. Beside the first run the
+        products that were left, and all but one of the `steps` of the call that contains it."""
         for action, nbytes in exchange.backward if backward else exchange.forward:
             sent = moved(action, nbytes, exchange.n)
             beside = *(product for product, _ in self.left), *steps[len(steps) // exchange.n :]
@@ -164,10 +164,10 @@ def execute(
     made: Callable[[fx.Node], object] = lambda _: None,
 ) -> list[str]:
     """Run `nodes` in order; their results are added to `values`, and `variables` removes some.
-    `made` is called with each node when its result is there.
+    `made` is called with each node after it has run.
 
-    Returns the operators that could not run without data: their cost is estimated from the shapes
-    that were recorded.
+    Returns the operators that could not run without data: their cost is estimated from the recorded
+    shapes.
     """
 
     estimated = []
@@ -183,7 +183,7 @@ def execute(
                     values[node] = again(partial(_run, node, recorder), *operands)
                 else:
                     values[node] = _result(node, args, kwargs, recorder)
-            except Exception:  # whatever it is: the recorded shapes still say what comes out
+            except Exception:  # of any kind: the recorded shapes still describe the result
                 del recorder.operations[count:]
                 if "exchange" in node.meta:
                     recorder.add_exchange(node.meta["exchange"], dtype_of(node))
@@ -200,10 +200,10 @@ def execute(
 def calls(
     nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any], device: torch.device
 ) -> Generator[tuple[fx.Node, Any, Any], None, None]:
-    """The nodes in order with their arguments on a device, each under the contexts it was captured
-    in. Neighbours with the same contexts share one entry into them.
+    """The nodes in order with their arguments on a device, each under the contexts of its capture.
+    Neighbours with the same contexts share one entry into them.
 
-    Close it, so that the contexts end where a node fails.
+    The caller must close the generator, so that the contexts end if a node fails.
     """
     for contexts, members in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
         with _entered(contexts):
@@ -228,13 +228,13 @@ def _argument(values: Mapping[fx.Node, Any], device: torch.device, item: Any) ->
 
 
 def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
-    """The result of a node; ranks may exchange something in it."""
+    """The result of a node, which may contain collectives."""
     target: Any = node.target
     exchange = node.meta.get("exchange")
     if exchange is not None and target.likeness is None:  # a conversion
         (value,) = tensors_of(args)
         shares = target.shares and value.shape == node.meta["val"].shape
-        # Not the tensor itself: autograd would take it for an operand, and wait for its own lock.
+        # Not the tensor itself: autograd would treat it as an operand, and wait for its own lock.
         make = None if shares else partial(stand_in, node.meta["val"])
         return _Exchanged.apply(value, exchange, recorder, make)  # type: ignore[no-untyped-call]
     if exchange is not None and not exchange.within:
@@ -252,7 +252,7 @@ def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
 
 
 def _follow_steps(result: torch.Tensor, exchange: NodeCollectives, recorder: Recorder) -> None:
-    """Record what is exchanged in the backward of a call, beside its own operations."""
+    """Record the collectives in the backward of a call, beside its own operations."""
     if not exchange.backward or result.grad_fn is None:
         return
     counts: list[int] = []
@@ -273,8 +273,8 @@ def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention without its dropout, which takes its kernel no memory and next to no time. Values
-    of another width than queries have a kernel that keeps no scores on accelerators alone."""
+    """Attention without its dropout, which costs the kernel no memory and almost no time. For
+    values of another width than queries, only accelerators have a kernel that keeps no scores."""
     if value.shape[-1] != query.shape[-1] and query.dim() == 4 and not enable_gqa:
         more: Any = attn_mask, True, 0.0, is_causal
         return _EFFICIENT(query, key, value, *more, scale=scale)[0]
@@ -288,9 +288,10 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> Any:
 
 
 def _rms_norm(x: torch.Tensor, shape: list[int], weight: Any = None, eps: Any = None) -> Any:
-    """An RMS norm by one kernel each way, which keeps what it reads and a number for each row.
+    """An RMS norm by one kernel each way, which keeps its operands and a number for each row.
 
-    So is a layer norm, with one number more; operands of several dtypes have no such kernel.
+    Modelled as a layer norm, which keeps one number more per row; operands of several dtypes have
+    no such kernel.
     """
     if weight is not None and weight.dtype != x.dtype:
         return torch.ops.aten.rms_norm.default(x, shape, weight, eps)
@@ -307,9 +308,9 @@ _FUSED = {
 
 
 class _Exchanged(torch.autograd.Function):
-    """A conversion without data: the shapes of both sides, and what is sent.
+    """A conversion without data: the shapes of both sides, and the collectives.
 
-    The result is a view of the value, or what `make` makes.
+    The result is a view of the value, or the result of `make`.
     """
 
     @staticmethod
@@ -349,7 +350,7 @@ def doubled(operation: Operation) -> Operation:
 
 @contextmanager
 def _entered(contexts: Iterable[tuple[Any, ...]]) -> Iterator[None]:
-    """The contexts that the nodes were captured under; autocast only where it meets the CPU."""
+    """Enters the contexts under which the nodes were captured; of autocast only that of the CPU."""
     with ExitStack() as stack:
         for context in contexts:
             match context:
@@ -383,7 +384,7 @@ def _estimate(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
 
 
 class _Estimated(torch.autograd.Function):
-    """An operator that is known by its shapes alone; its backward costs twice its forward."""
+    """An operator that is known only by its shapes; its backward costs twice its forward."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""What operators make of tensors without data, asked of torch once for operands of each form.
+"""A cache of the results of operators on tensors without data, by the form of their operands.
 
-torch finds the shape of a result in Python, operator after operator: a tenth of a millisecond each.
-The layers of a model, its levels and its precisions ask the same again and again.
+torch computes the shape of a result in Python, in a tenth of a millisecond per operator. The
+layers of a model, its granularities and its precisions repeat the same calls many times.
 
 >>> x = torch.empty(2, 3, device="meta")
 >>> once, again = (result(torch.ops.aten.add.Tensor, (x, 1.0), {}) for _ in range(2))
@@ -19,7 +19,7 @@ import torch
 
 from parcompiler.graph import tensors_of
 
-MOST = 1 << 15  # results that are known: some megabytes
+MOST = 1 << 15  # most cached results: some megabytes
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, strides and dtype of a tensor
 
 _PLAIN = (
@@ -44,7 +44,8 @@ def result(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 @cache
 def _makes_anew(func: Callable[..., Any]) -> bool:
-    """Whether it is an operator of torch whose schema neither changes nor returns operands."""
+    """Whether `func` is an operator of torch that, by its schema, neither changes nor returns an
+    operand."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     schema = func._schema
@@ -55,7 +56,7 @@ def _makes_anew(func: Callable[..., Any]) -> bool:
 def _key(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Hashable | None:
-    """All that forms of results depend on; None where an operand has no form."""
+    """The cache key: all that the forms of results depend on; None where an operand has no form."""
     try:
         forms = tuple(_form(item) for item in (*args, *kwargs.values()))
     except TypeError:
@@ -66,7 +67,7 @@ def _key(
 def _form(value: Any) -> Hashable:
     """The form of a tensor, or a number with its type (1, 1.0 and True are one key).
 
-    Raises TypeError for anything else: a complex tensor may be the conjugate of what it says.
+    Raises TypeError for anything else: a complex tensor may be a lazy conjugate.
     """
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex():
         return value.shape, value.stride(), value.dtype
@@ -79,7 +80,7 @@ def _form(value: Any) -> Hashable:
 
 
 def _is_new(found: Any, operands: Any) -> bool:
-    """Whether a result, or a tuple of them, is tensors or None that fill memory of their own."""
+    """Whether a result consists of tensors, or None, each of which fills memory of its own."""
     items = found if isinstance(found, tuple) else [found]
     tensors = [item for item in items if item is not None]
     if not all(isinstance(item, torch.Tensor) and _fills(item) for item in tensors):
@@ -89,7 +90,7 @@ def _is_new(found: Any, operands: Any) -> bool:
 
 
 def _fills(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what `_made` makes of its form."""
+    """Whether `_made` would make an equal tensor from its form."""
     if not tensor.is_meta or tensor.layout != torch.strided or tensor.is_complex():
         return False
     size = _made(_forms(tensor)).untyped_storage().nbytes()
@@ -111,7 +112,7 @@ def _layout(tensor: torch.Tensor | None) -> Form | None:
 
 
 def _made(forms: Any) -> Any:
-    """New results of the forms."""
+    """New results with these forms."""
     if isinstance(forms, list):
         return tuple(map(_made, forms))
     if forms is None:

@@ -1,12 +1,12 @@
 """The live memory of a block, counted while it runs on tensors without data.
 
     live        the storages that operators made and that still exist; views share one
-    variables   those of them that the variables of the emitted forward hold by themselves
+    variables   those of them that only variables of the emitted forward hold
     saved       those that autograd keeps from the forward to the backward
 
 The backward begins and ends as in a pipeline stage, so that it frees what it has used: the
-gradients of the outputs are made when it begins, and only it holds them; the gradient of a
-parameter is added to the one that is there already, and is freed.
+gradients of the outputs are made at its start, and only it holds them; the gradient of a parameter
+is added to an existing one, and is freed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from parcompiler.cost.stand_in import stand_in, storages
 
 
 class LiveMemory:
-    """Bytes of the storages that were recorded and still exist, and the most there were.
+    """Bytes of the recorded storages that still exist (`now`), and their `peak`.
 
-    A storage counts once, whatever its views; those from `outside` do not count. Some peaks add
-    what would live longer elsewhere: `peak_with_gradients` the gradients of parameters that are
-    complete (the first of a step stay; `peak_with_copies` has them in float32 where masters are),
-    `peak_with_outputs` the gradients of the outputs where a caller keeps them to the end.
+    A storage counts once for all its views; those from `outside` do not count. Some peaks add bytes
+    that live longer in other cases: `peak_with_gradients` the complete gradients of parameters
+    (those of the first backward of a step stay; `peak_with_copies` has them in float32 where there
+    are masters), `peak_with_outputs` the gradients of the outputs where a caller keeps them to the
+    end.
 
     >>> memory = LiveMemory()
     >>> x = stand_in(torch.empty(8, device="meta"))
@@ -43,7 +44,7 @@ class LiveMemory:
 
     def __init__(self, outside: Iterable[torch.UntypedStorage] = ()) -> None:
         self.now = self.peak = 0
-        self.operator_peak = 0  # since somebody set it to `now`
+        self.operator_peak = 0  # since `ForwardVariables` set it to `now`
         self.gradients = self.peak_with_gradients = 0
         self.copies = self.peak_with_copies = 0
         self.outputs = self.peak_with_outputs = 0
@@ -65,18 +66,18 @@ class LiveMemory:
                 self.peak_with_copies = max(self.peak_with_copies, self.now + self.copies)
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is one of those that are counted."""
+        """Whether a storage is counted."""
         return id(storage) in self._counted
 
     def restart(self) -> None:
-        """Begin new peaks."""
+        """Reset the peaks to the present bytes."""
         self.peak = self.peak_with_gradients = self.peak_with_outputs = self.now
         self.peak_with_copies = self.now
         self.gradients = self.copies = self.outputs = 0
 
     def keep_gradient(self, nbytes: int, copy: int) -> None:
-        """Count the gradient of a parameter in `gradients`, once it is freed here, and its copy of
-        so many bytes in `copies`; where that is another one, both are there for a moment."""
+        """Count the gradient of a parameter, which is freed here, in `gradients`, and its copy of
+        `copy` bytes in `copies`; where the sizes differ, both exist for a moment."""
         self.gradients += nbytes
         self.copies += copy
         if copy != nbytes:
@@ -93,7 +94,7 @@ class LiveMemory:
         weakref.finalize(storage, ended).atexit = False
 
     def _ending(self, key: int, nbytes: int) -> Callable[[object], None]:
-        """Called when a storage ends."""
+        """A callback for the end of a storage."""
 
         def ended(_: object) -> None:
             del self._counted[key]
@@ -103,11 +104,11 @@ class LiveMemory:
 
 
 class ForwardVariables:
-    """Bytes that the variables of a forward hold, as if nothing were saved for its backward.
+    """Peak of the bytes that the variables of a forward hold if nothing is saved for its backward.
 
-    That is the forward of a block that is recomputed. `overwritten` says for a node which values
-    its line overwrites (see `naming.variables`). What an operator made of several saves within
-    itself counts until it ends.
+    That is the forward of a recomputed block. `overwritten` has for a node the values that its line
+    overwrites (see `naming.variables`). Tensors that a composite operator saves within itself count
+    until it ends.
     """
 
     def __init__(
@@ -118,11 +119,11 @@ class ForwardVariables:
         self._variables: Counter[int] = Counter()  # by storage
 
     def before(self) -> None:
-        """A node is about to run."""
+        """Call this before a node runs."""
         self._begin = self._memory.operator_peak = self._memory.now
 
     def after(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        """A node has run, and its result is among the values; overwritten ones are removed."""
+        """Call this after a node has run, with its result in `values`; overwritten ones go."""
         self.peak = max(self.peak, self._now + self._memory.operator_peak - self._begin)
         overwritten = [values.pop(other, None) for other in self._overwritten.get(node, ())]
         for value, sign in [(values[node], 1), *((value, -1) for value in overwritten)]:
@@ -135,10 +136,10 @@ class ForwardVariables:
 
 
 class SavedTensors(RunningAgain):
-    """Within it, notes what autograd keeps for the backward.
+    """A context that records the tensors which autograd keeps for the backward.
 
-    Operators whose results are thrown away save nothing that lasts: ask for the `storages` when
-    only the block's outputs are still alive. `peak` is that of the memory when the last was saved.
+    Operators whose results are dropped save nothing that lasts: call `storages` when only the
+    block's outputs are still alive. `peak` is that of the memory when the last tensor was saved.
     """
 
     def __init__(self, memory: LiveMemory | None = None) -> None:
@@ -153,7 +154,7 @@ class SavedTensors(RunningAgain):
         return {saved.tensor.untyped_storage() for saved in alive if saved is not None}
 
     def keep(self, tensor: torch.Tensor) -> _SavedTensor:
-        """Note a tensor that is kept."""
+        """Record a tensor that is kept."""
         if self._memory is not None:
             self.peak = self._memory.peak
         saved = _SavedTensor(tensor)
@@ -161,7 +162,7 @@ class SavedTensors(RunningAgain):
         return saved
 
     def kept(self, packed: _SavedTensor) -> torch.Tensor:
-        """The tensor."""
+        """The tensor that `keep` packed."""
         return packed.tensor
 
 
@@ -175,7 +176,7 @@ class _SavedTensor:
 
 
 def backward_seed(roots: Sequence[torch.Tensor], memory: LiveMemory) -> torch.Tensor | None:
-    """A number whose backward makes the gradients of the roots; None where there are no roots."""
+    """A scalar whose backward makes the gradients of the roots; None where there are no roots."""
     return _Seed.apply(memory, *roots) if roots else None  # type: ignore[no-untyped-call]
 
 
@@ -199,8 +200,8 @@ class _Seed(torch.autograd.Function):
 def free_gradients(
     parameters: Mapping[fx.Node, torch.Tensor], memory: LiveMemory, masters: Collection[str]
 ) -> None:
-    """Let the gradients of parameters be freed as soon as they are complete; those of `masters` may
-    be copied to float32 before."""
+    """Make the backward free gradients of parameters as soon as they are complete; those of
+    parameters in `masters` may be copied to float32 before."""
     for node, parameter in parameters.items():
         if parameter.requires_grad:
             placeholder: torch.Tensor = stand_in(parameter.detach())

@@ -1,10 +1,9 @@
-"""The bytes that a parameter costs: its value, its gradient and the states of its optimizer; and
-those that the optimizer moves in its step.
+"""Bytes of a parameter with its gradient and optimizer states, and bytes moved by its update.
 
 In 16 bits with masters, as in Megatron-LM's table for its distributed optimizer (fp16 or bf16
-parameters, fp32 gradients): 2 for the value, 4 for its gradient, 4 for the float32 master, and the
-states of the optimizer in float32. (ZeRO, Rajbhandari et al., 2020, section 3.1, has gradients of
-2: they are not added up over micro-batches there.)
+parameters, fp32 gradients): 2 bytes for the value, 4 for its gradient, 4 for the float32 master,
+and the states of the optimizer in float32. (ZeRO, Rajbhandari et al., 2020, section 3.1, has
+gradients of 2 bytes, as it does not add them up over micro-batches.)
 
 >>> bytes_per_parameter("adamw", torch.float32)
 16
@@ -26,15 +25,15 @@ from parcompiler.errors import InputError
 OPTIMIZERS: Mapping[str, int] = MappingProxyType(
     {"adagrad": 1, "adamw": 2, "muon": 1, "none": 0, "sgd": 0, "sgd-momentum": 1}
 )
-"""The states that each optimizer keeps per parameter, in the dtype of what it changes."""
+"""The number of states of each optimizer per parameter, in the dtype of the value it changes."""
 
-ROW_OPTIMIZERS = frozenset({"adagrad", "sgd"})  # they leave rows without gradient as they are
-WHOLE = frozenset({"muon"})  # they take matrices, not rows of them
+ROW_OPTIMIZERS = frozenset({"adagrad", "sgd"})  # leave rows without gradient unchanged
+WHOLE = frozenset({"muon"})  # need whole matrices, not rows of them
 
 
 def multiplied_in_update(optimizer: str, shape: Sequence[int]) -> float:
-    """The FLOPs of matrix products in the optimizer's step for a parameter, of 16 bits: of Muon
-    five steps of Newton and Schulz (torch/optim/_muon.py), each X <- aX + (bA + cA²)X with A = XXᵀ.
+    """FLOPs of matrix products, in 16 bits, in the optimizer's step for a parameter. Muon does five
+    Newton-Schulz steps (torch/optim/_muon.py), each X <- aX + (bA + cA²)X with A = XXᵀ.
 
     >>> multiplied_in_update("muon", (2, 8)) == 5 * (2 * 2 * 2 * 2 * 8 + 2 * 2**3)
     True
@@ -51,9 +50,9 @@ def bytes_per_parameter(
     """The bytes of one element of a parameter: value, gradient, optimizer states.
 
     With `masters` the optimizer changes a float32 copy of it, and gradient and states are float32.
-    A frozen parameter, or a buffer, costs its value alone: it has no master. "none" stands for a
-    step that leaves the gradients to the caller; masters are there all the same. Raises InputError
-    for an optimizer that is not in `OPTIMIZERS`.
+    A frozen parameter, or a buffer, costs only its value: it has no master. "none" stands for a
+    step that leaves the gradients to the caller, but keeps masters. Raises InputError for an
+    optimizer that is not in `OPTIMIZERS`.
     """
     if optimizer not in OPTIMIZERS:
         known = ", ".join(sorted(OPTIMIZERS))
@@ -66,8 +65,8 @@ def bytes_per_parameter(
     return dtype.itemsize * (2 + OPTIMIZERS[optimizer])
 
 
-# Values of a parameter's size that an optimizer of torch reads or writes, in one kernel and in the
-# several of its plain loop (torch/optim/adamw.py, sgd.py: `_single_tensor_...`).
+# Tensors of a parameter's size that an optimizer of torch reads or writes: in one fused kernel, and
+# in the kernels of its plain loop (torch/optim/adamw.py, sgd.py: `_single_tensor_...`).
 _MOVED: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "adagrad": (11, 11),  # it has no kernel of its own on GPUs
@@ -85,8 +84,8 @@ def moved_in_update(
 ) -> int:
     """The bytes that the optimizer's step reads and writes for one element of a trained parameter.
 
-    Masters take its gradient, which is in float32, times the scale, and are written back (as
-    `runtime.mixed_precision` does); their optimizer works in float32. `fused`: in one kernel.
+    With `masters` the float32 gradient is multiplied by the scale, the optimizer works in float32,
+    and the master is written back (see `runtime.mixed_precision`). `fused`: in one kernel.
     """
     values = _MOVED[optimizer][not fused]
     if not masters:

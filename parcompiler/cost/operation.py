@@ -1,9 +1,9 @@
 """One operator below autograd: its kind, its FLOPs and the bytes that it moves.
 
-FLOPs are those of torch.utils.flop_counter, but for operators of which it has no formula, or a
-wrong one. A multiplication with its addition counts 2, as there. Attention counts every score, also
-those that a causal mask discards, as is usual where speeds of models are compared; its time is that
-of the others (`done`).
+FLOPs are those of torch.utils.flop_counter, except for operators for which it has no formula, or a
+wrong one. A multiplication with its addition counts 2, as there. Attention counts all scores, with
+those that a causal mask discards, as is usual in comparisons of models; its time counts only the
+scores that remain (`done`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_c
 from parcompiler.cost.tiles import Product, products_of
 from parcompiler.graph import is_floating, tensors_of
 
-EXCHANGE = "exchange"  # the kind of what tensor ranks send one another
+EXCHANGE = "exchange"  # the kind of collectives of tensor ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One kernel: `flops` counts a multiplication with its addition as 2, `nbytes` what it moves.
+    """One kernel: `flops` counts a multiplication with its addition as 2, `nbytes` is its traffic.
 
     `kind` is "matmul", "attention", "convolution" or "other"; an operator without a formula counts
-    one FLOP per element that it yields. `dtype` is the one it calculates in. Of a collective
-    `nbytes` are what each of its `ranks` sends; without their number it is a message. `beside` are
-    operations, which also stand by themselves, that run while it does. `products` are those of
-    matrices that a "matmul" or a "convolution" is, where they are known. `apart` are the numbers of
-    a collective's ranks, which are along `axis`. `place` is the number of the node of a block that
-    it belongs to, in the forward or in the backward. `done` is the part of its FLOPs that a kernel
-    does: that of causal attention skips what is masked.
+    one FLOP per element of its result. `dtype` is that of its arithmetic. For a collective
+    `nbytes` are those that each of its `ranks` sends; without their number it is a message.
+    `beside` are operations, also listed by themselves, that run at the same time. `products` are
+    the matrix products of a "matmul" or a "convolution", where they are known. The numbers of a
+    collective's ranks, along `axis`, differ by `apart`. `place` is the number of the node of a
+    block to which it belongs, in the forward or in the backward. `done` is the share of the FLOPs
+    that the kernel does: causal attention skips masked scores.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Operation:
         return self.done * self.flops
 
 
-# These allocate or rename memory, or ask a question: they move nothing.
+# These allocate or rename memory, or query it: they move nothing.
 FREE = frozenset(
     {
         "aten::_unsafe_view",
@@ -75,10 +75,10 @@ WRITERS = frozenset(
     for name in ("bernoulli_", "copy_", "exponential_", "fill_", "normal_", "random_", "uniform_")
 ) | {"aten::zero_"}
 
-# These read no more of their first argument (a table) than they yield.
+# These read no more of their first argument (a table) than the size of their result.
 READERS = frozenset(f"aten::{name}" for name in ("embedding", "gather", "index", "index_select"))
 
-# These change, in place, no more of their first argument (a table) than the rest brings.
+# These change, in place, no more of their first argument (a table) than the size of the others.
 UPDATERS = frozenset(
     f"aten::{name}"
     for name in (
@@ -94,8 +94,8 @@ UPDATERS = frozenset(
 
 BAG = "aten::_embedding_bag"
 
-# Statistics over all rows before the first result: what does not fit into caches is read twice, by
-# the backward too (as in Jung et al. 2018, arXiv 1807.01702).
+# These need statistics over all rows before the first result: operands that exceed caches are read
+# twice, by the backward too (as in Jung et al. 2018, arXiv 1807.01702).
 TWICE_READ = {
     **dict.fromkeys(("aten::native_batch_norm", "aten::_native_batch_norm_legit"), 1),
     **dict.fromkeys(("aten::cudnn_batch_norm", "aten::_batch_norm_with_update"), 1),
@@ -133,7 +133,7 @@ def describe(
         kind = "attention" if "attention" in name else kind
         real_products = 4 if any(tensor.is_complex() for tensor in produced) else 1
         flops = float(real_products * compute(*args, **kwargs, out_val=result))
-    # That of the first floating input, else of the first output; of complex ones the parts'.
+    # The dtype of the first floating input, else of the first output; for complex ones of parts.
     floating = (tensor.dtype for tensor in consumed if is_floating(tensor))
     dtype = next(floating, produced[0].dtype)
     return Operation(
@@ -148,7 +148,7 @@ def describe(
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """The bytes of memory behind a tensor: an expanded one has fewer than elements."""
+    """The bytes of memory behind a tensor: an expanded one has fewer than its elements."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -160,7 +160,7 @@ def label(target: Any) -> str:
 
 
 def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> int:
-    """Inputs are read and outputs written; of tables only the rows that are touched."""
+    """Bytes of inputs that are read and of outputs that are written; of tables only used rows."""
     written = sum(map(nbytes, produced))
     if name in UPDATERS:
         return 2 * sum(map(nbytes, consumed[1:]))
@@ -195,13 +195,13 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 def _attention_backward(
     _gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> float:
-    """Five products of the forward's two sizes: the scores once more, and four gradients."""
+    """FLOPs of five products of the forward's two sizes: the scores again, and four gradients."""
     rows = query.numel() // query.shape[-1] * key.shape[-2]
     return 2.0 * rows * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def _seen(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """The part of the scores that a causal mask, which starts at the first row and key, leaves."""
+    """The share of the scores that a causal mask, which starts at the first row and key, keeps."""
     if not isinstance(target, torch._ops.OpOverload):
         return 1.0
     names = (argument.name for argument in target._schema.arguments)
@@ -216,7 +216,7 @@ def _seen(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> floa
 def _convolution_backward(
     gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> float:
-    """The forward's FLOPs for each gradient that is asked for; torch's formula ignores groups."""
+    """The forward's FLOPs for each requested gradient; torch's formula ignores groups."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, mask = rest
     shapes = list(image.shape), list(weight.shape), list(gradient.shape)
     return float(conv_flop_count(*shapes, transposed=transposed) * sum(mask[:2]))
@@ -227,7 +227,7 @@ def _matrix_vector(matrix: torch.Tensor, *_: Any) -> float:
 
 
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, *_: Any) -> float:
-    """Each row meets the matrix of its group, in whichever operand the groups are stacked."""
+    """Each row is multiplied by the matrix of its group; either operand may stack the groups."""
     stacked = rows.dim() == 3 and weights.dim() == 2
     return 2.0 * prod(rows.shape[int(stacked) :]) * weights.shape[-1]
 

@@ -27,10 +27,10 @@ def seconds(operations: Iterable[Operation], device: Device) -> float:
 def operation_seconds(operation: Operation, device: Device) -> float:
     """max(computed / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s.
 
-    The efficiency of an operator is that of its curve, else of its kind; of products of matrices
-    on a device whose multiprocessors are known, as much of it as their tiles reach. What ranks
-    exchange takes the time of the links between them (see `collective`), less that of what runs
-    beside it.
+    The efficiency of an operator is that of its curve, else of its kind; for matrix products on a
+    device with a known number of multiprocessors, times the share that their tiles reach. A
+    collective takes the time of the links between its ranks (see `collective`), less that of the
+    operations beside it.
     """
     reached = device.efficiency
     if operation.kind == EXCHANGE:
@@ -41,7 +41,7 @@ def operation_seconds(operation: Operation, device: Device) -> float:
 
 
 def _fraction(operation: Operation, device: Device) -> float:
-    """The part of the peak that the arithmetic of an operation reaches."""
+    """The share of the peak that the arithmetic of an operation reaches."""
     dtype = device.named(operation.dtype)
     name, kind, flops = operation.name, operation.kind, operation.computed
     measured = device.efficiency.arithmetic(name, kind, dtype, flops)
@@ -55,7 +55,7 @@ def _fraction(operation: Operation, device: Device) -> float:
 
 
 def hidden_seconds(operations: Iterable[Operation], device: Device) -> float:
-    """The time in s of the collectives among `operations` that what runs beside them hides."""
+    """The time in s of the collectives among `operations` that operations beside them hide."""
     return sum(
         min(exchange_seconds(one, device), seconds(one.beside, device))
         for one in operations

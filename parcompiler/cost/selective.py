@@ -1,13 +1,13 @@
-"""Which operators of a block run again in the backward, so that less is kept: selective recompute.
+"""Selective recomputation: the operators of a block that run again in the backward, to keep less.
 
     x ──► norm ──► all-gather ──► linear ──► gate ──► silu ──► product ──► linear
     kept   again      again                  kept     again     again
 
-An operator may run again where that is cheap (it treats every element by itself, normalises rows,
-or gathers the pieces of the tensor ranks) and what it reads is kept in any case, or takes less than
-its result. It does where its result, or something within it, would be kept. So no product of
-matrices runs twice (the selective recomputation of Korthikanti et al. 2022, arXiv 2205.05198,
-section 5, for operators around the products; gathers as in their section 4.2.2).
+An operator may run again if that is cheap (it is elementwise, normalises rows, or gathers the
+pieces of the tensor ranks) and its operand is kept in any case, or is smaller than its result. It
+does so if its result, or a tensor within it, would be kept. So no matrix product runs twice (the
+selective recomputation of Korthikanti et al. 2022, arXiv 2205.05198, section 5, for operators
+around the products; gathers as in their section 4.2.2).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHEAP = NONLINEAR | set("add sub rsub mul div neg layer_norm rms_norm to _to_cop
 
 
 def running_again(graph: Graph, block: Block) -> frozenset[fx.Node]:
-    """The nodes of a block that run again in its backward: the same for all of its template."""
+    """The nodes of a block that run again in its backward: equal for all blocks of a template."""
     given = block.nodes, block.inputs, graph.roles
     return graph.once(("again", block.nodes), lambda: again_nodes(*given))
 
@@ -38,8 +38,8 @@ def running_again(graph: Graph, block: Block) -> frozenset[fx.Node]:
 def again_nodes(
     nodes: Sequence[fx.Node], inputs: Collection[fx.Node], roles: NodeRoles
 ) -> frozenset[fx.Node]:
-    """The nodes of a block that run again; `inputs` are those outside that it reads, the rest as in
-    `trace_block`. None of a block that changes something in place."""
+    """The nodes of a block that run again; `inputs` are the nodes outside that it reads, `roles`
+    are as in `trace_block`. Empty for a block that changes something in place."""
     if any(True for node in nodes for _ in mutated_operands(node)):
         return frozenset()
     with torch.enable_grad():
@@ -49,13 +49,13 @@ def again_nodes(
     found: set[fx.Node] = set()
 
     def remake(node: fx.Node) -> set[fx.Node] | None:
-        """The nodes that make a value again: none where it is kept; None where that costs."""
+        """The nodes that make a value again: empty if it is kept, None if that is expensive."""
         home = saved.home(node)
         if home in free or (home in saved.values and home not in made):
             return set()
         return made.get(home)
 
-    made: dict[fx.Node, set[fx.Node]] = {}  # with each node that may run again, those before it
+    made: dict[fx.Node, set[fx.Node]] = {}  # nodes that may run again, with those before them
     for node in nodes:
         if _is_cheap(node, roles.differentiable) and saved.home(node) is node:
             if node in saved.values and len(node.all_input_nodes) == 1:  # keep the narrower one
@@ -74,8 +74,8 @@ def again_nodes(
 
 @dataclass
 class _Saved:
-    """What is kept of a block where nothing runs again: values, and nodes that keep more. `nbytes`
-    are those of each node, also where the size of a tensor depends on the data."""
+    """The values that a block keeps where nothing runs again, and the nodes that keep tensors
+    `inside` themselves. `nbytes` are those of each node, even if a size depends on the data."""
 
     homes: dict[torch.UntypedStorage, fx.Node] = field(default_factory=dict)
     of: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -89,7 +89,8 @@ class _Saved:
 
 
 def _saved(nodes: Sequence[fx.Node], outside: Boundary) -> _Saved:
-    """What the backward of a block reads, found by running its forward as on an accelerator."""
+    """The values that the backward of a block reads, by a run of its forward as on an
+    accelerator."""
     found, values, hooks = _Saved(), outside.values, SavedTensors()
     for node, value in values.items():
         _note(found, node, value)
@@ -106,7 +107,7 @@ def _saved(nodes: Sequence[fx.Node], outside: Boundary) -> _Saved:
 
 
 def _note(found: _Saved, node: fx.Node, value: object) -> None:
-    """Remember who makes the memory of a value."""
+    """Record which node makes the memory of a value."""
     for tensor in tensors_of(value):
         home = found.homes.setdefault(tensor.untyped_storage(), node)
         found.of.setdefault(node, home)

@@ -1,11 +1,10 @@
 """Tensors without data that stand in for recorded values.
 
-A stand-in says that it is on the CPU, so that autograd, autocast and the choice of an attention
-kernel take it for an ordinary tensor; below them, each operator runs on the meta tensor inside.
-That is as `FakeTensorMode` does it, but without its bookkeeping: several times as fast on sizes
-that it has not met before, and a layer is traced once. Few operators depend on the device below
-autograd (the statistics that norms keep in bfloat16, what a bag of embeddings keeps): these do as
-on an accelerator.
+A stand-in reports the device CPU, so that autograd, autocast and the choice of an attention kernel
+treat it as an ordinary tensor; below them, each operator runs on the meta tensor inside. This is
+how `FakeTensorMode` works, but without its bookkeeping: several times faster on new sizes, and a
+layer is traced once. The few operators that depend on the device below autograd (the statistics
+that norms keep in bfloat16, the tensors that a bag of embeddings keeps) act as on an accelerator.
 
 >>> x = stand_in(torch.empty(2, 3, device="meta"))
 >>> (x @ x.T).shape, x.device
@@ -27,7 +26,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class StandIn(torch.Tensor):
-    """A tensor of the CPU in name; `meta` has its shape, strides, dtype and storage."""
+    """A tensor that claims to be on the CPU; `meta` has its shape, strides, dtype and storage."""
 
     meta: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -62,7 +61,8 @@ class StandIn(torch.Tensor):
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator below autograd, as stand-ins; those changed in place are kept.
+    """The result of an operator below autograd, as stand-ins; operands changed in place stay the
+    same stand-ins.
 
     Raises RuntimeError (or what the operator raises) for one that cannot run without data.
     """
@@ -78,8 +78,8 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
 def stand_in(value: Any) -> Any:
     """Fresh stand-ins of the same shape, strides and dtype, in the same structure.
 
-    Symbolic sizes become the numbers of the example; a size that depends on the data becomes the
-    largest that it can be, or 1.
+    Symbolic sizes become the numbers of the example; a size that depends on the data becomes its
+    upper bound, or 1 where there is none.
     """
     return map_aggregate(value, _fresh)
 
@@ -105,7 +105,7 @@ def storages(value: Any) -> set[torch.UntypedStorage]:
 
 
 class _Source(torch.autograd.Function):
-    """A value that another block yields: it has a gradient, and in-place operators may change it.
+    """The result of another block: it has a gradient, and in-place operators may change it.
 
     Autograd refuses to change leaves in place, so that a leaf cannot stand in for it.
     """
@@ -130,7 +130,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    """Meta tensors for stand-ins, and for any constant that an operator brings along."""
+    """Meta tensors for stand-ins, and for constants of an operator."""
     if isinstance(value, StandIn):
         return value.meta
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Which part of its arithmetic a device reaches in a product of matrices: tiles, waves, and fills.
+"""The share of its arithmetic that a device reaches in a matrix product: tiles, waves, and fills.
 
     n ┌────┬────┬──┐   [1] a multiprocessor computes a tile of the result; tiles at the edge are
       │ 0  │ 1  │2 │       computed whole
@@ -6,10 +6,10 @@
       │ 3  │ 4  │5 │   [3] before a tile's first product its operands come from memory
       └────┴────┴──┘   [4] small tiles read more for each product than caches give
 
-The tiles are those that cuBLAS takes most, the quantization of [1] and [2] and the order of [4] as
-in NVIDIA's "Matrix Multiplication Background User's Guide". Where a result has few tiles, parts of
-the sum over k are tiles of their own and added behind ("split-k"). Convolutions are such products
-too ("Convolutional Layers User's Guide": implicit GEMM).
+The tiles are the most frequent of cuBLAS; the quantization of [1] and [2] and the order of [4] are
+those of NVIDIA's "Matrix Multiplication Background User's Guide". Where a result has few tiles,
+parts of the sum over k are tiles of their own, which are added afterwards ("split-k"). Convolutions
+are such products too ("Convolutional Layers User's Guide": implicit GEMM).
 
 >>> reached([(1, 8192, 8192, 8192)], 108, 2.9e12)  # 2048 tiles in 19 waves of 108
 0.995362...
@@ -25,26 +25,26 @@ from typing import Any
 
 import torch
 
-Product = tuple[int, int, int, int]  # so many results [m, n], each a sum over k
+Product = tuple[int, int, int, int]  # (batch, m, n, k): `batch` results [m, n], each a sum over k
 
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
-WHOLE = 64.0  # products for each operand read, from which a tile waits for none: 128 by 128
-FILL = 0.5e-6  # seconds until the first operands of a tile are there: one read of memory of about
-# 500 cycles, an estimate from the order of latencies that microbenchmarks of such devices find
+WHOLE = 64.0  # products per operand read from which on a tile (128 by 128) never waits for reads
+FILL = 0.5e-6  # seconds until the first operands of a tile arrive: one read of memory of about 500
+# cycles, an estimate from the latencies that microbenchmarks of such devices find
 SPLITS = (1, 2, 4, 8, 16, 32)
 
 
 def reached(products: Sequence[Product], multiprocessors: int, peak: float) -> float:
-    """The fraction for some products of equal FLOPs, one after another.
+    """The fraction of the peak for some products of equal FLOPs, one after another.
 
-    `peak` is what one multiprocessor computes, in FLOP/s.
+    `peak` is that of one multiprocessor, in FLOP/s.
     """
     return len(products) / sum(1 / _best(item, multiprocessors, peak) for item in products)
 
 
 @lru_cache(maxsize=4096)
 def _best(product: Product, multiprocessors: int, peak: float) -> float:
-    """That of the tile, and of the parts of the sum, with the most."""
+    """The fraction for the best tile and the best number of parts of the sum."""
     return max(_fractions(product, multiprocessors, peak))
 
 
@@ -64,7 +64,7 @@ def _fractions(product: Product, multiprocessors: int, peak: float) -> Iterator[
 
 
 def products_of(name: str, args: Sequence[Any], result: torch.Tensor) -> tuple[Product, ...]:
-    """The products in an operator without its overload, as in "aten::mm"; none for others."""
+    """The products of an operator, named without overload as in "aten::mm"; empty for others."""
     if name in _OPERANDS:
         left, right = args[_OPERANDS[name] :][:2]
         batch = left.shape[0] if left.dim() == 3 else 1

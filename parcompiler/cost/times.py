@@ -1,8 +1,8 @@
-"""What a template takes for one micro-batch: by the figures of the device, or by running it.
+"""Seconds of a template for one micro-batch: by the figures of the device, or measured.
 
 A measured block runs on tensors with data, as a stage runs it. Only distinct templates are timed,
-each for a fraction of a second, and only one is in memory at a time. What ranks exchange is left
-out of such a run, as there are no other ranks, and added by the bench or the model.
+each for a fraction of a second, and only one is in memory at a time. Collectives are left out of
+the run, as there are no other ranks, and their time is added by the bench or the model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from parcompiler.spmd.runtime_call import is_conversion
 
 Clock = Callable[[], float]  # seconds
 
-SECONDS = 0.5  # of measuring a block, if its forward and backward are short
-FEWEST, MOST = 3, 30  # samples
-WARM = 2  # runs before: they allocate memory and choose kernels
+SECONDS = 0.5  # to measure a block, if its forward and backward are short
+FEWEST, MOST = 3, 30  # least and most samples
+WARM = 2  # warm-up runs, which allocate memory and choose kernels
 
 
 class RunningBlock(Protocol):
-    """A block that can be run on a device, forward and back from what that gave."""
+    """A block that can be run on a device: the forward, and the backward from its outputs."""
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +52,7 @@ class RunningBlock(Protocol):
 
 
 class Bench(Protocol):
-    """What runs on this machine for measured `costs`; `bench.local` has it."""
+    """Runs blocks on this machine for measured `costs`; `bench.local` implements it."""
 
     @property
     def device(self) -> torch.device:
@@ -60,18 +60,18 @@ class Bench(Protocol):
         ...
 
     def prepared(self, block: TimedBlock) -> RunningBlock:
-        """A block as it will run."""
+        """A block, ready to run as in a stage."""
         ...
 
     def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
         """Seconds that a tensor rank spends in `exchanges`, computing for `between` s before each.
 
-        None where so many ranks cannot be busy at once here.
+        None where this machine cannot run that many ranks at once.
         """
         ...
 
     def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
-        """What the passes take on one of `ranks` ranks that share the graph's vocabulary."""
+        """Seconds of the passes on one of `ranks` ranks that share the graph's vocabulary."""
         ...
 
 
@@ -87,7 +87,7 @@ def modelled(name: str, cost: BlockCost, device: Device) -> TemplateTime:
 
 
 def modelled_on(mesh: Mesh, costs: Mapping[str, BlockCost]) -> list[dict[str, TemplateTime]]:
-    """The times of templates, by name, on the device of the mesh; of several on each rank's."""
+    """The times of templates, by name: one entry if the mesh has one device, else one per rank."""
     known = {
         device: {name: modelled(name, cost, device) for name, cost in costs.items()}
         for device in set(mesh.devices)
@@ -105,11 +105,11 @@ def measured(
 ) -> TemplateTime:
     """The times of the template of `block`, measured on `bench`.
 
-    `model` has its modelled times: the part of the backward that can be deferred is as large as
-    there, and what ranks exchange is taken from `device` where the bench has no room for them.
-    Raises InputError where the block cannot run here.
+    `model` has its modelled times, which give the share of the backward that can be deferred.
+    Collectives are modelled by `device` where the bench cannot run them. Raises InputError where
+    the block cannot run here.
     """
-    # Integers of the batch are below these; where ranks hold pieces, below those of the smallest.
+    # Upper bounds of integers of the batch; where ranks hold pieces, bounds for the smallest piece.
     pieces = max((item.whole.numel // max(1, item.numel) for item in graph.parameters), default=1)
     bounds = {item.node: max(1, item.high // pieces) for item in graph.inputs if item.high}
     timed = TimedBlock(
@@ -142,7 +142,7 @@ def measured_vocabulary(graph: Graph, ranks: int, method: str, bench: Bench) -> 
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Within it, errors of operators and of processes that cannot be started name what ran."""
+    """A context in which errors of operators, or of processes that cannot start, name the block."""
     try:
         yield
     except Exception as error:
@@ -156,7 +156,7 @@ def _explained(name: str) -> Iterator[None]:
 def _exchange_seconds(
     operations: Iterable[Operation], computed: float, device: Device, bench: Bench
 ) -> float:
-    """Seconds of what tensor ranks exchange among `computed` s of work: measured, or modelled."""
+    """Seconds of collectives of tensor ranks among `computed` s of work: measured, or modelled."""
     exchanges = [operation for operation in operations if operation.kind == EXCHANGE]
     if not exchanges:
         return 0.0
@@ -169,10 +169,9 @@ def _exchange_seconds(
 
 @dataclass(frozen=True)
 class TimedBlock:
-    """A block that can be run: what its nodes read, with data.
+    """A block that can be run, with data for the values that its nodes read.
 
-    `high` has, for nodes that are integers of the batch, the number they are below; other integers
-    are zeros.
+    `high` has exclusive upper bounds for integers of the batch, by node; other integers are zeros.
     """
 
     nodes: Sequence[fx.Node]
@@ -184,7 +183,7 @@ class TimedBlock:
     state: dict[fx.Node, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make what is read from outside."""
+        """Make the values that are read from outside."""
         generator, roles = torch.Generator().manual_seed(0), self.roles
         for node in outside(self.nodes):
             high = self.high.get(node.name, 1)
@@ -198,7 +197,7 @@ class TimedBlock:
             (self.state if is_state or node.op == "get_attr" else self.received)[node] = value
 
     def values_received(self) -> dict[fx.Node, Any]:
-        """What other blocks give it."""
+        """The values from other blocks, as leaves of the gradient."""
         carrying = self.roles.differentiable
         return {
             node: map_aggregate(value, _received) if node.name in carrying else value
@@ -213,7 +212,7 @@ class TimedBlock:
         return [tensor for node in outputs for tensor in tensors_of(values[node])]
 
     def run(self, values: dict[fx.Node, Any]) -> None:
-        """Run the nodes on `values`, which gets theirs."""
+        """Run the nodes on `values`, to which their results are added."""
         steps = calls(self.nodes, values, self.device)
         with torch.enable_grad(), closing(steps):  # contexts of nodes end, also at an error
             for node, args, kwargs in steps:
@@ -225,7 +224,7 @@ class TimedBlock:
                     values[node] = node.target(*args, **kwargs)
 
     def backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Run the backward of what `forward` gave; gradients add up in the parameters."""
+        """Run the backward of the results of `forward`; gradients add up in the parameters."""
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -247,10 +246,10 @@ class TimedBlock:
 
 
 def time_block(block: RunningBlock, seconds: float = SECONDS) -> tuple[float, float]:
-    """Run a block's forward and backward in turn for about `seconds` s; the medians in s, the
-    backward with the sums into gradients.
+    """Run a block's forward and backward in turn for about `seconds` s; returns the medians in s,
+    the backward with the additions to gradients.
 
-    Raises whatever an operator raises that cannot run with such data.
+    Raises the error of an operator that cannot run with such data.
     """
 
     def sample(clock: Clock) -> tuple[float, float]:
@@ -267,11 +266,11 @@ def time_block(block: RunningBlock, seconds: float = SECONDS) -> tuple[float, fl
 def medians(
     sample: Callable[[Clock], Sequence[float]], device: torch.device, seconds: float = SECONDS
 ) -> tuple[float, ...]:
-    """The medians of what `sample` measures by the clock it is given, again for about so long.
+    """The medians of the times that `sample` measures by its clock, over about `seconds` s.
 
-    There is no garbage collection meanwhile, and on a CPU the one thread that torchrun gives a
-    rank. The clock is the CPU time of that thread, which others on the machine do not add to, or
-    the time when a GPU is done.
+    Meanwhile there is no garbage collection, and on a CPU one thread, as torchrun gives a rank. The
+    clock is the CPU time of that thread, to which other processes do not add, or the time when the
+    GPU is done.
     """
 
     def cuda_clock() -> float:
@@ -298,7 +297,7 @@ def medians(
 
 
 def _received(value: Any) -> Any:
-    """A leaf of the gradient that may be updated in place."""
+    """A value with a gradient that may be updated in place, unlike a leaf."""
     if not is_floating(value):
         return value
     return _Received.apply(value.detach().requires_grad_())  # type: ignore[no-untyped-call]
@@ -317,7 +316,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Converted(torch.autograd.Function):
-    """The other placement of a value, without what is exchanged for it."""
+    """A conversion of a value to another placement, without its collectives."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

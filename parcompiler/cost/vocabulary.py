@@ -1,10 +1,10 @@
-"""What each rank does for the layers of the vocabulary, of which all have equal shares of rows.
+"""Costs of a vocabulary on all ranks, which have equal shares of its rows.
 
     x [n, h]    W own rows [k, h]    Y [n, k]
 
-    S           Y = x Wᵀ, softmax of Y where it lies; vocab-2 also A = P' W       [n, h]
-    NORMALIZE   (naive, interlaced) the powers, for S looks for the largest alone
-    T           W.grad += P'ᵀ x; the others than vocab-2 also A
+    S           Y = x Wᵀ, softmax of Y in place; vocab-2 also A = P' W            [n, h]
+    NORMALIZE   (naive, interlaced) the exponentials, as S only computes the largest logits
+    T           W.grad += P'ᵀ x; A except under vocab-2
 
 The passes are run on tensors without data, as blocks are.
 """
@@ -26,8 +26,8 @@ from parcompiler.device import Device
 from parcompiler.graph import EmbeddingLookup, Graph, Parameter, VocabularyHead, nbytes_of
 from parcompiler.pieces import rows
 
-ASKING = ("naive", "interlaced")  # they ask for the largest logit of all before they compute powers
-BLOCK = 2**27  # the most elements of a block of logits that is widened, beside a CPU
+ASKING = ("naive", "interlaced")  # exchange the largest logits before they compute exponentials
+BLOCK = 2**27  # most elements of a block of logits that is widened, except on a CPU
 Operations = dict[str, tuple[Operation, ...]]
 
 
@@ -45,10 +45,10 @@ def vocabulary_parts(
     """Seconds and bytes of one micro-batch on each of `ranks` ranks, by the fields of
     `VocabularyCost`.
 
-    `state_bytes` says what a parameter costs with its gradient and optimizer states, and
-    `update_seconds` how long the optimizer steps for it, if it does; `everywhere` that a REDUCE
-    leaves its sum on all ranks (a tensor axis), `group` over which nodes the ranks are if they do
-    not follow one another.
+    `state_bytes` gives the bytes of a parameter with its gradient and optimizer states, and
+    `update_seconds` the seconds of its update (None: no update). `everywhere` says that a REDUCE
+    leaves its sum on all ranks (a tensor axis); `group` are the ranks if their numbers do not
+    follow one another.
     """
     among = group or neighbours(ranks, device)
     assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
@@ -70,7 +70,7 @@ def vocabulary_parts(
 
 
 def vocabulary_rows(graph: Graph, ranks: int) -> list[Parameter]:
-    """The tensors of which each rank holds rows, as large as its piece; tied ones once."""
+    """The tensors of which each rank holds rows, in the size of a rank's piece; tied ones once."""
     assert graph.vocabulary is not None
     return [_piece(graph.by_name[name], ranks) for name in graph.vocabulary.tensors]
 
@@ -90,7 +90,7 @@ def _piece(item: Parameter, ranks: int) -> Parameter:
 
 
 def _head(graph: Graph, head: VocabularyHead, ranks: int, method: str) -> Operations:
-    """What S, NORMALIZE and T run."""
+    """The operations of S, NORMALIZE and T."""
     x, weight = stand_in(head.x.meta["val"]), _piece_of(graph, head.weight, ranks)
     recorder, operations = Recorder(), {}
     with recorder, torch.no_grad():
@@ -111,7 +111,7 @@ def _head(graph: Graph, head: VocabularyHead, ranks: int, method: str) -> Operat
             operations["s"] = recorder.take()
         if method != "vocab-2":
             _input_gradient(y, weight)
-        # W.grad += P'ᵀ x, scaled by rows; the bias alike
+        # W.grad += P'ᵀ x, scaled by rows; likewise for the bias
         scaled = x * x.new_empty(len(x), 1)
         torch.addmm(torch.empty_like(weight), y.to(weight.dtype).t(), scaled)
         if head.bias is not None and graph.by_name[head.bias].trainable:
@@ -121,7 +121,7 @@ def _head(graph: Graph, head: VocabularyHead, ranks: int, method: str) -> Operat
 
 
 def _softmax(head: VocabularyHead, y: Tensor, recorder: Recorder) -> None:
-    """P' of the logits where they lie; 16 bits are widened for it, and narrowed again."""
+    """P' of the logits, in place; 16-bit logits are widened for it, and narrowed again."""
     logits, slope = _logits(head, y, recorder)
     values = logits.to(_precision(y))
     powers = torch.softmax(values, 1)
@@ -134,12 +134,13 @@ def _softmax(head: VocabularyHead, y: Tensor, recorder: Recorder) -> None:
 
 
 def _precision(y: Tensor) -> torch.dtype:
-    """In which the softmax of logits is computed."""
+    """The dtype in which the softmax of logits is computed."""
     return torch.float64 if y.dtype == torch.float64 else torch.float32
 
 
 def _logits(head: VocabularyHead, y: Tensor, recorder: Recorder) -> tuple[Tensor, Tensor | None]:
-    """What stands between product and loss, and its derivative where it is not one."""
+    """The logits after the functions between product and loss, and the derivative of these
+    functions (None: it is 1)."""
     if head.logits is None:
         return y, None
     nodes = list(head.logits.nodes)
@@ -155,14 +156,14 @@ def _logits(head: VocabularyHead, y: Tensor, recorder: Recorder) -> tuple[Tensor
 
 
 def _input_gradient(powers: Tensor, weight: Tensor) -> None:
-    """A = P' W, scaled by rows; and the rows of the labels."""
+    """A = P' W, scaled by rows, with the rows of the labels added."""
     product = torch.mm(powers.to(weight.dtype), weight)
     product.mul_(product.new_empty(len(product), 1))
     product.addcmul_(product.new_empty(len(product), 1), torch.empty_like(product))
 
 
 def _lookup(graph: Graph, item: EmbeddingLookup, ranks: int) -> Operations:
-    """What EMBED and EMBED_BACKWARD run: rows that are found, and zeros for all others."""
+    """The operations of EMBED and EMBED_BACKWARD: rows on this rank, and zeros for all others."""
     weight, like = _piece_of(graph, item.weight, ranks), stand_in(item.node.meta["val"])
     recorder, operations = Recorder(), {}
     words = like.new_empty(like.shape[:-1], dtype=torch.long)
@@ -183,9 +184,9 @@ def _piece_of(graph: Graph, name: str, ranks: int) -> Tensor:
 
 
 def _saved(graph: Graph, head: VocabularyHead, ranks: int) -> int:
-    """Bytes of a micro-batch from S to T, without x: P', and some numbers of each row.
+    """Bytes of a micro-batch from S to T, without x: P', and some numbers for each row.
 
-    Where the logits are functions of the product and labels are smoothed, their derivatives too.
+    Where the logits are functions of the product and labels are smoothed, also the derivatives.
     """
     weight = _piece(graph.by_name[head.weight], ranks)
     count = head.x.meta["val"].shape[0]
@@ -195,7 +196,7 @@ def _saved(graph: Graph, head: VocabularyHead, ranks: int) -> int:
 
 
 def _widened(graph: Graph, head: VocabularyHead, ranks: int) -> int:
-    """Bytes in which 16 bits are widened for the softmax of a block of rows (`runtime.softmax`)."""
+    """Bytes of 16-bit logits widened for the softmax, in blocks of rows (`runtime.softmax`)."""
     weight = _piece(graph.by_name[head.weight], ranks)
     if weight.dtype.itemsize >= torch.float32.itemsize:
         return 0
