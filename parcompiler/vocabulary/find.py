@@ -1,9 +1,9 @@
-"""The vocabulary's layers in a graph: matched by what they compute, never by their names.
+"""Finds the vocabulary's layers in a graph, by what they compute and not by their names.
 
     tokens ──► embedding(W [V, h]) ──► ... layers ... ──► x W'ᵀ ──► soft cap ──► cross_entropy
 
-A table can be divided among all ranks when every reader of it is such a lookup or such a head. What
-looks like one and is not, or would not pay, is named with the reason. The graph is not changed.
+A table can be divided among all ranks if every reader of it is such a lookup or such a head. Tables
+that almost match, or that would not pay, are listed with the reason. The graph is not changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parcompiler.vocabulary.head_pattern import (
 )
 from parcompiler.vocabulary.nodes import extract, readers, source, tensor_of
 
-NOTICEABLE = 0.05  # of what a rank has of the other parameters
+NOTICEABLE = 0.05  # least size of a table, as a share of a rank's other parameters
 CONSTANT = "are constants"
 
 
@@ -57,7 +57,8 @@ class HeadMatch:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMatch:
-    """The layers of the vocabulary that all ranks can share, and why other tables stay `whole`."""
+    """The layers of the vocabulary that all ranks can share; other tables stay `whole`, by name
+    with the reason."""
 
     lookups: tuple[EmbeddingLookup, ...] = ()
     head: HeadMatch | None = None
@@ -65,7 +66,7 @@ class VocabularyMatch:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The names of the parameters that are looked up in."""
+        """The names of the parameters of lookups."""
         return tuple(dict.fromkeys(item.weight for item in self.lookups))
 
     @property
@@ -75,7 +76,7 @@ class VocabularyMatch:
 
 
 def find(graph: Graph, ranks: int) -> VocabularyMatch:
-    """The vocabulary layers of `graph` that `ranks` ranks can share, and what stays whole."""
+    """The vocabulary layers of `graph` that `ranks` ranks can share, and tables that stay whole."""
     return graph.once(("vocabulary", ranks), lambda: _Matching(graph, ranks).match())
 
 
@@ -103,7 +104,7 @@ class _Matching:
         self.whole: dict[str, str] = {}
 
     def match(self) -> VocabularyMatch:
-        """The layers that remain when all reasons are known."""
+        """The layers that remain when no reason speaks against them."""
         lookups = [item for node in self.graph.fx_graph.nodes for item in self._lookup(node)]
         head = self._head({item.weight for item in lookups})
         names = [item.weight for item in lookups] + ([head.weight] if head else [])
@@ -118,7 +119,7 @@ class _Matching:
         )
 
     def _lookup(self, node: fx.Node) -> Iterator[EmbeddingLookup]:
-        """An embedding of something in the batch; one that must stay whole is noted."""
+        """The lookup of an embedding of the batch; records why one must stay whole."""
         if name_of(node) not in ("embedding", "embedding_bag", "_embedding_bag"):
             return
         values = arguments_of(node)
@@ -144,7 +145,7 @@ class _Matching:
             yield EmbeddingLookup(node, table.name, indices, None if padding == -1 else padding)
 
     def _head(self, looked_up: set[str]) -> HeadMatch | None:
-        """The head; a table at the end of the model that looks like one is noted."""
+        """The head; records why a table at the end of the model that looks like one stays whole."""
         try:
             criterion = match_loss(self.graph)
             return self._checked(criterion, match_chain(self.graph, criterion))
@@ -154,7 +155,7 @@ class _Matching:
             return None
 
     def _checked(self, criterion: Criterion, chain: Chain) -> HeadMatch:
-        """The head when all around it is as ranks need it. Raises WholeError."""
+        """The head, if its surroundings allow ranks to share it. Raises WholeError otherwise."""
         table = chain.product.weight
         size = table.shape[0]
         bias = self._per_class(chain.bias, size, "bias")
@@ -208,13 +209,13 @@ class _Matching:
         return None
 
     def _is_noticeable(self, item: Parameter) -> bool:
-        """Whether a table is large beside what a rank has of the other parameters."""
+        """Whether a table is large beside a rank's share of the other parameters."""
         total = sum(other.nbytes for other in self.graph.parameters if not other.buffer)
         return item.nbytes > NOTICEABLE * (total - item.nbytes) / self.ranks
 
     def _last_products(self, looked_up: set[str]) -> Iterator[Parameter]:
-        """The tables that look like a head's: of the last products before a cross-entropy, or else
-        the loss, if they are looked up in, or are large and have more rows than columns."""
+        """Tables that look like a head: those of the last products before a cross-entropy (or else
+        the loss) that are also tables of lookups, or are large with more rows than columns."""
         ends = [node for node in self.graph.fx_graph.nodes if name_of(node) in CROSS_ENTROPIES]
         pending, seen = ends or [self.graph.loss], set()
         while pending:

@@ -1,10 +1,10 @@
-"""The end of a model, matched from the loss backwards to the product with the vocabulary's table.
+"""Matches the end of a model, from the loss back to the product with the vocabulary's table.
 
     x ──► product ──► + bias ──► functions of each logit, casts ──► views, slices ──► cross_entropy
 
-The loss is a cross-entropy, or log-softmax and nll, perhaps times a constant; of a context rank it
-is that of the own rows, and an all-reduce adds up those of all. Functions and operations on rows
-may come in any order, for they do not touch: the rows can be taken of x, before the product. The
+The loss is a cross-entropy, or log-softmax and nll, perhaps times a constant; on a context rank it
+is that of its own rows, and an all-reduce adds up the losses of all. Functions and operations on
+rows may come in any order, as they are independent: rows can be taken of x, before the product. The
 product may be written in several ways:
 
     linear(x, W, b)   matmul(x, Wᵀ)   mm(x, Wᵀ)   addmm(b, x, Wᵀ)   einsum("bsh,vh->bsv", x, W)
@@ -30,7 +30,7 @@ from parcompiler.vocabulary.nodes import (
 )
 
 CROSS_ENTROPIES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-_OF_ROWS = "cross_entropy_of_rows"  # of the own rows of a context rank
+_OF_ROWS = "cross_entropy_of_rows"  # that of a context rank's own rows
 _REDUCTIONS = ("none", "mean", "sum")
 _FUNCTIONS = frozenset(
     "mul div add sub rsub neg tanh sigmoid clamp clamp_min clamp_max hardtanh pow exp log softplus "
@@ -39,7 +39,7 @@ _FUNCTIONS = frozenset(
 
 
 class WholeError(Exception):
-    """The reason why what looks like a head cannot be shared."""
+    """Raised where a layer that looks like a head cannot be shared, with the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ class WholeError(Exception):
 
 
 def keep_whole(reason: str) -> NoReturn:
-    """Raise the reason."""
+    """Raise WholeError with this reason."""
     raise WholeError(reason)
 
 
@@ -57,9 +57,9 @@ def _needs_logits(operator: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class RowOperation:
-    """An operation on rows of the logits, as one on rows of the head's input.
+    """An operation on rows of the logits, in the form that it has on rows of the head's input.
 
-    `args` stand behind that input; `node` is the one of the logits.
+    `args` follow that input; `node` is the node on the logits.
     """
 
     node: fx.Node
@@ -72,9 +72,9 @@ class RowOperation:
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """The cross-entropy that a graph ends in; the classes are dimension 1 of the logits (or 0).
+    """The cross-entropy at the end of a graph; classes are dimension 1 of the logits (or 0).
 
-    They must be log-probabilities already where `normalized`.
+    `normalized` says that the logits must already be log-probabilities.
     """
 
     node: fx.Node
@@ -86,8 +86,8 @@ class Criterion:
 
 
 def match_loss(graph: Graph) -> Criterion:
-    """The cross-entropy that the loss of `graph` is. Raises WholeError with why it is none."""
-    node, scale, reduction = graph.loss, 1.0, ""  # a reduction behind that of the cross-entropy
+    """The cross-entropy of the loss of `graph`. Raises WholeError with the reason if it is none."""
+    node, scale, reduction = graph.loss, 1.0, ""  # a reduction after that of the cross-entropy
     axis = ""
     while (criterion := _cross_entropy(node)) is None:
         name = name_of(node)
@@ -123,12 +123,12 @@ def match_loss(graph: Graph) -> Criterion:
             keep_whole("a loss that needs that of each token")
         scale = scale / count if reduction == "mean" else scale
         loss = replace(loss, reduction="sum", scale=scale)
-    # Behind any other reduction comes the sum or mean of one number.
+    # After any other reduction, a sum or mean is that of one number.
     return replace(criterion, loss=loss)
 
 
 def _cross_entropy(node: fx.Node) -> Criterion | None:
-    """The criterion of one node; None for a node of another kind."""
+    """The criterion if a node is a cross-entropy, else None."""
     name, values = name_of(node), arguments_of(node)
     if name == _OF_ROWS:
         return _of_rows(node)
@@ -152,7 +152,7 @@ def _cross_entropy(node: fx.Node) -> Criterion | None:
 
 
 def _of_rows(node: fx.Node) -> Criterion:
-    """The criterion of a context rank's rows of a mean."""
+    """The criterion of a context rank's rows, whose mean is over the rows of all."""
     logits, targets = node.args
     assert isinstance(logits, fx.Node)
     assert isinstance(targets, fx.Node)
@@ -172,7 +172,7 @@ def _of_rows(node: fx.Node) -> Criterion:
 class TableProduct:
     """x Wᵀ for a parameter W [V, h]: `dim` is the dimension of V in the result.
 
-    `rows` bring the dimension of h in x there. A product with a parameter [h, V] has no `dim`.
+    `rows` move the dimension of h in x to `dim`. A product with a parameter [h, V] has no `dim`.
     """
 
     node: fx.Node
@@ -206,13 +206,13 @@ def match_product(graph: Graph, node: fx.Node) -> TableProduct | None:
     tensor = graph.by_node.get((source(table) if matrix is None else matrix).name)
     if tensor is None or len(tensor.shape) != 2:
         return None
-    has_rows = (matrix is not None) == (name != "linear")  # the model has it as [V, h]
+    has_rows = (matrix is not None) == (name != "linear")  # stored as [V, h]
     dim = len(shape_of(node)) - 1 if has_rows else None
     return TableProduct(node, x, tensor, dim, bias if isinstance(bias, fx.Node) else None)
 
 
 def _einsum(graph: Graph, node: fx.Node) -> TableProduct | None:
-    """A product of two, one of which is the table: no other letters are summed."""
+    """An einsum of two operands, one of them the table, that sums over one letter only."""
     equation, operands = node.args[0], node.args[1]
     if not isinstance(equation, str) or not isinstance(operands, list | tuple):
         return None
@@ -247,9 +247,10 @@ def _einsum(graph: Graph, node: fx.Node) -> TableProduct | None:
 
 @dataclass
 class Chain:
-    """The way from the product to the loss: `dim` is where the classes are now.
+    """The nodes from the product to the loss; `dim` is the dimension of the classes so far.
 
-    `kept` are the nodes on it that are outputs: products, or what all functions make of them.
+    `kept` are the nodes that are kept outputs, with whether they come after all functions or are
+    the plain product.
     """
 
     product: TableProduct
@@ -262,7 +263,7 @@ class Chain:
 
 
 def match_chain(graph: Graph, criterion: Criterion) -> Chain:
-    """The chain behind a criterion. Raises WholeError with the reason why there is none."""
+    """The chain that leads to a criterion. Raises WholeError with the reason if there is none."""
     between: list[fx.Node] = []
     node = criterion.logits
     while True:
@@ -287,7 +288,7 @@ def match_chain(graph: Graph, criterion: Criterion) -> Chain:
     while chain.functions and overload_name(last := chain.functions[-1]) in CASTS:
         if (dtype_of(last.all_input_nodes[0]).itemsize, dtype_of(last)) != (2, torch.float32):
             break
-        chain.functions.pop()  # the softmax of logits is in float32 anyway
+        chain.functions.pop()  # softmax computes in float32 anyway
     _note_kept(chain, between[::-1])
     if criterion.normalized and not chain.normalized:
         keep_whole("an nll that reads no log-softmax")
@@ -297,7 +298,7 @@ def match_chain(graph: Graph, criterion: Criterion) -> Chain:
 
 
 def _note_kept(chain: Chain, behind: list[fx.Node]) -> None:
-    """Note which nodes are outputs that are kept: the product, or a function `behind` it."""
+    """Record the nodes that are kept outputs: the product, or a function in `behind` after it."""
     product, moved = chain.product, {row.node for row in chain.rows}
     for k, node in enumerate([product.node, *behind]):
         if not any(user.op == "output" for user in node.users):
@@ -313,13 +314,13 @@ def _note_kept(chain: Chain, behind: list[fx.Node]) -> None:
 
 
 def _numel(node: fx.Node) -> int:
-    """Elements of a value; none of a list."""
+    """Number of elements of a value; 0 for a list."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _add(graph: Graph, chain: Chain, node: fx.Node) -> None:
-    """Add one node behind those before it."""
+    """Append one node to the chain."""
     name = overload_name(node).removesuffix("_")
     if is_copy(node):
         return
@@ -336,7 +337,7 @@ def _add(graph: Graph, chain: Chain, node: fx.Node) -> None:
 
 
 def _add_bias(graph: Graph, chain: Chain, node: fx.Node) -> None:
-    """The sum with a number for each class."""
+    """Append the addition of a bias, a number for each class."""
     first, second = node.args[:2]
     assert isinstance(first, fx.Node)
     assert isinstance(second, fx.Node)
@@ -355,7 +356,7 @@ def _add_bias(graph: Graph, chain: Chain, node: fx.Node) -> None:
 
 
 def _add_softmax(chain: Chain, node: fx.Node) -> None:
-    """A log-softmax over the classes: the cross-entropy has one of its own."""
+    """Append a log-softmax over the classes, which the shared head includes."""
     values = arguments_of(node)
     if values["dim"] % len(shape_of(node)) != chain.dim:
         keep_whole("a log-softmax of another dimension")
@@ -367,7 +368,7 @@ def _add_softmax(chain: Chain, node: fx.Node) -> None:
 
 
 def _row_operation(chain: Chain, node: fx.Node, name: str) -> RowOperation:
-    """An operation on rows, with -1 for the size of the classes; moves `dim`."""
+    """The row operation of a node, with -1 for the number of classes; updates `dim`."""
     operand = node.args[0]
     if not isinstance(operand, fx.Node):
         _needs_logits(name)

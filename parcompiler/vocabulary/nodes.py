@@ -1,4 +1,4 @@
-"""Reading nodes: copies and transposes, tensors of the model, what is computed from the batch."""
+"""Queries about nodes: copies and transposes, tensors of the model, computations from the batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _COPIES = ("alias", "contiguous", "clone", *CASTS)
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether a node yields the values of its first operand as they are, in the same dtype."""
+    """Whether a node returns the values of its first operand unchanged, in the same dtype."""
     if name_of(node) not in _COPIES or not isinstance(node.args[0], fx.Node):
         return False
     return dtype_of(node) == dtype_of(node.args[0])
 
 
 def source(node: fx.Node) -> fx.Node:
-    """Where a value comes from that was only copied."""
+    """The value from which a node is copied, through any number of copies."""
     while is_copy(node):
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
@@ -31,7 +31,7 @@ def source(node: fx.Node) -> fx.Node:
 
 
 def transposed(node: fx.Node) -> fx.Node | None:
-    """The matrix that a node is the transpose of; None when it is something else."""
+    """The matrix whose transpose a node is; None if it is something else."""
     node = source(node)
     if permutation(node) != [1, 0] or dtype_of(node).is_complex:  # some are of the conjugate
         return None
@@ -54,7 +54,7 @@ def tensor_of(graph: Graph, node: object) -> Parameter | None:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a tensor of the model, or a copy, view or transpose of it."""
+    """The nodes that read a tensor of the model, or a copy, view or transpose of it."""
     for user in node.users:
         calls = user.op == "call_function"
         if calls and (is_copy(user) or transposed(user) is not None or name_of(user) in RESHAPES):
@@ -64,7 +64,8 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def extract(graph: Graph, node: fx.Node) -> fx.Graph:
-    """The computation of `node` from the batch by itself, in the order that updates in place need.
+    """The computation of `node` from the batch as a graph, in an order that respects in-place
+    updates.
 
     Placeholders have the names of those in the model's graph.
     """
@@ -74,7 +75,7 @@ def extract(graph: Graph, node: fx.Node) -> fx.Graph:
     for item in graph.fx_graph.nodes:
         if item in members or (item.op == "placeholder" and item in needed):
             small.copy(item)
-    # The source's lines go on with its readers, see naming/source.py.
+    # In the source, the line of this value continues with its readers, see naming/source.py.
     small.nodes[node].meta["readers"] = tuple(node.users)
     small.made.output(small.nodes[node])
     return small.made

@@ -3,8 +3,8 @@
     captured  tokens ─► embedding ─► layers ─► linear ─► cap ─► view ─► cross_entropy ◄─ labels
     spread    tokens ─► lookup    ─► layers ─► view ─► head ◄─ labels
 
-What is left, the trunk, is cut, costed, divided and lowered like any graph. Operations on rows of
-the logits are now done on rows of the head's input `x`.
+The rest of the graph, the trunk, is cut, costed, divided and lowered like any graph. Operations on
+rows of the logits are now done on rows of the head's input `x`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from parcompiler.vocabulary.nodes import extract
 
 
 def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int) -> Graph:
-    """`graph` with the layers of these tables spread; a new graph, or itself when there are none.
+    """`graph` with the layers of these tables spread; a new graph, or `graph` if there are none.
 
-    A choice may be the names of weights: all that reads them is spread. Raises InputError for one
-    that `ranks` ranks cannot share, with the reason.
+    A choice may be the names of weights: all layers that read them are spread. Raises InputError,
+    with the reason, for a layer that `ranks` ranks cannot share.
     """
     matched = find(graph, ranks)
     if isinstance(choice, VocabularyChoice):
@@ -105,11 +105,11 @@ class _Spreading(Rewriting):
         return self.rewritten(vocabulary=VocabularyLayers(tuple(lookups), head))
 
     def _lookup(self, item: EmbeddingLookup) -> EmbeddingLookup:
-        """One node for an embedding, of what it reads of the batch and the table."""
+        """One node for an embedding, whose operands are the table and tensors of the batch."""
         args = self._tensor(item.weight), *self._inputs(item.indices)
         new = self.keep(item.node, self.made.call_function(lookup, args))
-        # What a stage receives is not updated in place, and goes to one stage: layers apart may be
-        # on several, which get it from there.
+        # A received value is not updated in place, and goes to one stage only. Layers that are
+        # apart may be on several stages: those read a clone made by that stage.
         if item.node in self.effects.writers or self._is_used_apart(item.node):
             name, clone, meta = f"{new.name}_own", torch.ops.aten.clone.default, dict(new.meta)
             self.nodes[item.node] = self.insert(name, clone, (new,), meta, carries=True)
@@ -124,7 +124,7 @@ class _Spreading(Rewriting):
         return len({home[user] for user in node.users if user in home}) > 1
 
     def _head(self, item: HeadMatch) -> VocabularyHead:
-        """One node for all from the product to the loss, and the rows of its input before it."""
+        """One node for everything from the product to the loss, with row operations before it."""
         kept = {name: node for name, node in self.whole.kept.items() if node in item.chain.kept}
         targets = extract(self.whole, item.criterion.targets)
         x = self._rows(item.chain)
@@ -132,7 +132,7 @@ class _Spreading(Rewriting):
         tensors = [item.weight, *filter(None, (item.bias, item.class_weight))]
         args = x, *map(self._tensor, tensors), *self._inputs(targets)
         new = self.keep(self.whole.loss, self.made.call_function(head, args))
-        # Each rank multiplies its rows when a prediction is asked for.
+        # Each rank multiplies by its rows when a prediction is requested.
         self.nodes |= dict.fromkeys(kept.values(), self.nodes[item.chain.product.x])
         return VocabularyHead(
             node=new,
@@ -147,11 +147,11 @@ class _Spreading(Rewriting):
         )
 
     def _rows(self, chain: Chain) -> fx.Node:
-        """The head's input [n, h], contiguous: the operand of the product, with its rows as the
-        loss reads those of the logits."""
+        """The head's input [n, h], contiguous: the operand of the product, with the row operations
+        that the model applies to the logits."""
         product, dim = chain.product.node, chain.dim
         x = self.nodes[chain.product.x]
-        x.meta = {**x.meta, "readers": (product,)}  # its line in the source goes on with it
+        x.meta = {**x.meta, "readers": (product,)}  # its source line continues with the product
         for row in chain.rows:
             args = fx.map_arg(row.args, self.nodes.__getitem__)
             x = self._called(x, row.target, args, row.node)
@@ -166,7 +166,7 @@ class _Spreading(Rewriting):
         return x
 
     def _called(self, x: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """A new node that does something to rows, at the place in the model of another."""
+        """A new node of a row operation, with the place in the model of the node `like`."""
         meta = {**like.meta, "val": called(target, (x, *args))}
         name, carries = f"{target._opname}_of_rows", x.name in self.carrying
         return self.insert(name, target, (x, *args), meta, carries=carries)
@@ -215,7 +215,7 @@ def _copied(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def _flatten_targets(graph: fx.Graph) -> None:
-    """Let a computation of classes yield a vector."""
+    """Make a computation of targets return a vector."""
     output = graph.output_node()
     (result,) = output.all_input_nodes
     if len(shape_of(result)) == 1:

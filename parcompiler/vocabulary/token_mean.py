@@ -1,11 +1,11 @@
-"""The mean over all tokens of a step that count, instead of the mean of micro-batches' means.
+"""The loss as the mean over all counted tokens of a step, not the mean of micro-batches' means.
 
     micro-batch     loss = sum of its tokens / their number        2 tokens: 4.9, 8 tokens: 4.1
     mean of means   (4.9 + 4.1) / 2 = 4.5
     token mean      (2 · 4.9 + 8 · 4.1) / 10 = 4.26    as num_items_in_batch of transformers
 
-The cross-entropy of the graph becomes a sum, and the runtime divides by the number of targets that
-count in all micro-batches and data ranks, which it learns before the first forward.
+The cross-entropy of the graph becomes a sum, and the runtime divides by the number of counted
+targets in all micro-batches and data ranks, which it computes before the first forward.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SUM = 2  # of torch's reductions
 def over_tokens(graph: Graph) -> Graph:
     """`graph` with the sum of its cross-entropy as the loss, and `counts` of its targets.
 
-    Raises InputError where the loss is not the mean of a cross-entropy whose targets the batch
-    alone decides.
+    Raises InputError where the loss is not the mean of a cross-entropy whose targets depend only on
+    the batch.
     """
     try:
         criterion = match_loss(graph)
@@ -55,7 +55,7 @@ def over_tokens(graph: Graph) -> Graph:
 
 
 def _counts(graph: Graph, criterion: Criterion) -> fx.Graph:
-    """How many targets of a micro-batch count, from tensors of the batch."""
+    """The number of targets of a micro-batch that are not ignored, from tensors of the batch."""
     small = extract(graph, criterion.targets)
     if any(n.op == "placeholder" and n.name in graph.by_node for n in small.nodes):
         keep_whole("its targets depend on buffers")
