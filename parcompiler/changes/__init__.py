@@ -1,6 +1,6 @@
-"""Two plans compared: what changed, in words, and what it does to time and memory.
+"""Compares two plans: their differences in words, and the effect on time and memory.
 
-differences.py ── side.py   what the plans are, and their predicted time and memory
+differences.py ── side.py   reads the plans, and their predicted time and memory
 """
 
 from parcompiler.changes.differences import Change, Comparison, changes

@@ -1,5 +1,4 @@
-"""How two plans differ: a line for each part of a field that is not the same, and what that does to
-time and memory.
+"""Differences of two plans, a line for each part of a field, and their effect on time and memory.
 
 >>> from parcompiler.plan import Shape
 >>> before = Plan("GPT", "0f", Shape(pipeline=2), 8, schedule="1f1b", recompute=("h.0",))
@@ -23,7 +22,7 @@ from parcompiler.report.names import clean, ranges
 from parcompiler.report.render import ASCII
 from parcompiler.report.units import BYTES, SECONDS, Scale, column, percent
 
-# Words for a field that is None, and for one whose value would be long.
+# Words for a field that is None, and for one whose value is long.
 ABSENT = {
     "precision": "the model's own",
     "orders": "the order that the schedule's name says",
@@ -60,7 +59,7 @@ class Change:
 
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
-    """What another plan decides otherwise, in the order of `Plan`; empty for equal plans."""
+    """The differences of two plans, in the order of the fields of `Plan`; empty for equal plans."""
     return tuple(
         Change(field.name, text)
         for field in dataclasses.fields(Plan)
@@ -104,7 +103,7 @@ def _plain(value: Any) -> str:
 
 
 def _differences(before: Any, after: Any, *, brief: bool = False) -> Iterator[str]:
-    """The lines about two values that differ; `brief`: of numbers with a fraction only the name."""
+    """The lines about two values that differ; `brief`: of floats only the name of the field."""
     if isinstance(before, tuple) and isinstance(after, tuple):
         yield from _of_tuples(_items(before), _items(after))
     elif dataclasses.is_dataclass(before) and after is not None:
@@ -121,7 +120,7 @@ def _differences(before: Any, after: Any, *, brief: bool = False) -> Iterator[st
 
 
 def _of_tuples(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Named items that came and went, and those that differ; together where in the same way."""
+    """The lines about items that were added, removed or changed; equal changes share a line."""
     moved = [
         f"{words} {ranges(names)}"
         for words, names in (
@@ -165,7 +164,7 @@ def _items(value: tuple[Any, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The changes from one plan to another, and what is predicted of both."""
+    """The changes from one plan to another, and the predictions for both."""
 
     before: Side
     after: Side
@@ -192,7 +191,7 @@ class Comparison:
 
 
 def _ascii(line: str) -> str:
-    """A line of ASCII with nothing in it that acts instead of being seen."""
+    """A line of ASCII without control characters."""
     return clean(line).translate(ASCII).encode("ascii", "backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""One side of a comparison: a plan, read from wherever it was written, and its figures.
+"""One side of a comparison: a plan, read from any of the files that contain one, and its figures.
 
 out/            an exported folder: plan.json with report.json
 plan.json       what `parcompiler plan --json` wrote: a plan with its figures, or a bare plan
@@ -47,14 +47,14 @@ class Prediction:
 
     @classmethod
     def of(cls, plan: Plan, report: Report) -> Prediction:
-        """What a report of this plan says."""
+        """The prediction in a report of this plan."""
         step, memory = report.step, tuple(rank.peak_memory for rank in report.ranks)
         return cls(digest(plan), step.seconds, step.idle, step.mfu, memory, report.mesh.memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A plan and where it is from; or `why` nothing is predicted of it."""
+    """A plan with the name of its file, and its prediction or the reason `why` it has none."""
 
     name: str
     plan: Plan
@@ -63,7 +63,7 @@ class Side:
 
 
 def digest(plan: Plan) -> str:
-    """A short text that differs for plans that differ."""
+    """A short hash of a plan."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
 
 
@@ -91,7 +91,7 @@ def read(path: Path) -> Side:
 
 
 def _parsed(path: Path, parse: Callable[[str], Side]) -> Side:
-    """The side that a file has. Raises InputError that names it."""
+    """The side in a file. Raises InputError that names the file."""
     text = documents.text_of(path)
     try:
         return parse(text)
@@ -101,7 +101,7 @@ def _parsed(path: Path, parse: Callable[[str], Side]) -> Side:
 
 
 def _side(name: str, text: str) -> Side:
-    """A plan with what stands beside it in its file."""
+    """A plan with the figures in the same file."""
     data = documents.parse(text, "plan")
     printed = isinstance(data, dict) and isinstance(data.get("plan"), dict)
     printed = printed and "fingerprint" not in data
@@ -130,8 +130,8 @@ def _reported(name: str, plan: Plan, text: str) -> Side:
 
 
 def _faults(plan: Plan) -> Iterator[str]:
-    """The numbers of a plan that fit no model at all, as plans are edited by hand; what does not
-    fit a certain model `compile(plan=...)` says.
+    """Faults in the numbers of a plan, edited by hand, that no model can have; `compile(plan=...)`
+    finds those that depend on the model.
 
     >>> from parcompiler.plan import Shape
     >>> next(_faults(Plan("GPT", "0f", Shape(pipeline=0), 8)))
