@@ -1,4 +1,4 @@
-"""The one reader of JSON: bounded in size and depth, strict, and each refusal names its place.
+"""Reads JSON: strictly, with bounds on size and depth; each refusal names its place.
 
 >>> parse('{"ranks": [1, 1e400]}', "plan")
 Traceback (most recent call last):
@@ -33,9 +33,9 @@ from typing import Any, TypeVar, Union
 
 from parcompiler.errors import InputError, shown
 
-LARGEST = 2**28  # bytes of a file; the report of a thousand ranks has a hundredth of that
-DEEPEST = 64  # levels of objects and lists
-DIGITS = 40  # of an integer: FLOPs of a year on all ranks have 30
+LARGEST = 2**28  # most bytes of a file; the report of a thousand ranks has a hundredth of that
+DEEPEST = 64  # most levels of objects and lists
+DIGITS = 40  # most digits of an integer: FLOPs of a year on all ranks have 30
 
 T = TypeVar("T")
 
@@ -131,21 +131,21 @@ def value(kind: type[T], data: object, place: str) -> T:
 
 
 class _Refusal:
-    """Stands in the data for a value that is refused, with the reason."""
+    """A placeholder in the data for a refused value, with the reason."""
 
     def __init__(self, why: str) -> None:
         self.why = why
 
 
 def _integer(literal: str) -> int | _Refusal:
-    """An integer, of not too many digits."""
+    """An integer, or a refusal if it has too many digits."""
     if len(literal) <= DIGITS:
         return int(literal)
     return _Refusal(f"must be a number of at most {DIGITS} digits ({_short(literal)} found)")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Refusal:
-    """An object, each of whose keys stands once."""
+    """An object, or a refusal if a key occurs twice."""
     fields = dict(pairs)
     if len(fields) == len(pairs):
         return fields
@@ -184,12 +184,12 @@ def _check_text(text: str, place: str) -> None:
 
 
 def _too_deep(place: str) -> str:
-    """The message for nesting without end."""
+    """The message for too deep nesting."""
     return f"the {place[:200]} nests too deeply (at most {DEEPEST} levels)"
 
 
 def _short(literal: str) -> str:
-    """A literal that fits on a line."""
+    """A literal, shortened to fit on a line."""
     return literal if len(literal) <= DIGITS else f"{literal[:20]}… of {len(literal):,} characters"
 
 

@@ -1,4 +1,4 @@
-"""The flow of the compiler, on one screen."""
+"""The flow of the compiler: capture, decide, lower and verify."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def flow(
     plan: Plan | None,
     progress: bool,
 ) -> Program:
-    """Capture, decide, lower and verify. See `compile`, which says what it raises."""
+    """Capture, decide, lower and verify. Raises the errors that `compile` lists."""
     source, criterion = (model.model, model.loss) if isinstance(model, Program) else (model, loss)
     source = source if isinstance(source, nn.Module) else None
     wanted = wanted_rows(microbatch, mesh, options.costs, again=source is not None)
@@ -118,8 +118,8 @@ def flow(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let Python's collector of cycles wait: graphs of models and lists of instructions stay until
-    the end, and it would go through all of them again and again (a tenth of a long search)."""
+    """Pause Python's garbage collector: graphs of models and lists of instructions live until the
+    end, and it would visit them all repeatedly (a tenth of the time of a long search)."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -132,8 +132,8 @@ def _without_collector() -> Iterator[None]:
 def _in_parts(
     captured: Graph, options: Options, decided: Callable[[Options], tuple[Graph, Problem, Plan]]
 ) -> tuple[Graph, Problem, Plan] | None:
-    """What fits where tables with gradients of rows, which every data rank has whole, do not: whole
-    gradients, and the lowest level of ZeRO that is enough; None where none is, or was open."""
+    """A second attempt where tables with row gradients, which every data rank has whole, do not
+    fit: whole gradients, with the lowest level of ZeRO that fits; None if none does or is open."""
     marked = any("sparse" in node.meta for node in captured.fx_graph.nodes)
     if marked and options.takes_rows and options.zero == "auto":
         for level in LEVELS[1:]:
@@ -173,7 +173,8 @@ def _captured(
     narrow: torch.dtype | None,
     outputs: Sequence[str] | None = None,
 ) -> Graph:
-    """The graph of a model, captured unless it is there already; `narrow`: in 16 bits."""
+    """The graph of a model, captured unless it is captured already; `narrow`: in that 16-bit
+    dtype."""
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs or ()):
         message = f"outputs must be a list of names, as ['logits'] ({outputs!r} given)"
         raise InputError(message)
@@ -212,7 +213,8 @@ def _captured(
 
 
 def _weighted(captured: Graph, loss_weights: str | None) -> Graph:
-    """The graph with the loss over tokens, if that is asked for; a graph that has it keeps it."""
+    """The graph with the loss as a mean over tokens, if `loss_weights` asks for it; unchanged if it
+    has that already."""
     recapture = captured.recapture
     if loss_weights is None or captured.counts is not None:
         return captured
@@ -250,12 +252,12 @@ def _warn_of_whole_gradients(captured: Graph, options: Options) -> None:
 
 
 def _kind(narrow: torch.dtype | None) -> str:
-    """How a model was captured, in words."""
+    """The precision of a captured model, in words."""
     return "as it is" if narrow is None else str(narrow).removeprefix("torch.")
 
 
 def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:
-    """The device of this machine to measure on, if that is asked for."""
+    """The bench on this machine's device, if times are to be measured."""
     if options.costs == "model":
         return None
     if isinstance(mesh, Mesh) and not mesh.is_uniform:
@@ -276,7 +278,7 @@ def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:
 
 
 def _with_costs(problem: Problem, plan: Plan) -> Plan:
-    """The plan with the measured times of its templates, so that none is measured again."""
+    """The plan with the measured times of its templates, so that they are not measured again."""
     if problem.bench is None:
         return plan
     measured = sorted(problem.cache.times.items())

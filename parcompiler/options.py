@@ -1,4 +1,4 @@
-"""The options of `compile`, checked: each with the values that this release offers."""
+"""The options of `compile`, checked against the values that this release offers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parcompiler.schedules import SCHEDULES, Schedule
 from parcompiler.spmd.placement import parse
 
 METHODS = ("naive", "vocab-1", "vocab-2", "interlaced")  # for a vocabulary on all ranks
-MOST_PASSES = 2**18  # forwards of all stages in a step; a quarter of them takes 0.7 GB to plan
+MOST_PASSES = 2**18  # most forwards of all stages in a step; a quarter takes 0.7 GB to plan
 PRECISIONS = {
     None: None,
     "fp32": torch.float32,
@@ -28,9 +28,9 @@ PRECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options that decisions depend on. Raises InputError for a value that is not offered.
+    """The options on which decisions depend. Raises InputError for a value that is not offered.
 
-    Counts may be any integers (of numpy, say); they are kept as `int`, `stages` as a tuple.
+    Counts may be any integers (of numpy, say); they are stored as `int`, `stages` as a tuple.
     """
 
     microbatches: int
@@ -74,7 +74,7 @@ class Options:
 
     @property
     def data_updates(self) -> DataUpdates:
-        """How data ranks bring together what they learn. Raises InputError for wrong options."""
+        """How data ranks combine gradients or weights. Raises InputError for wrong options."""
         return DataUpdates.of(
             self.updates, self.compression, self.every, self.outer, self.staleness,
             self.compression_rank,
@@ -82,14 +82,14 @@ class Options:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the schedule that was asked for updates parameters inside the step."""
+        """Whether the requested schedule updates parameters inside the step."""
         if isinstance(self.schedule, Schedule):
             return self.schedule.asynchronous
         return self.schedule == "pipedream"
 
     @property
     def takes_rows(self) -> bool:
-        """Whether gradients may be those rows of a table that a step looks up."""
+        """Whether gradients of tables may be only the rows that a step looks up."""
         plain = self.updates == "all-reduce" and self.compression is None and not self.asynchronous
         return (
             plain and self.optimizer in ROW_OPTIMIZERS and self.zero in ("auto", 0)
@@ -139,7 +139,7 @@ def _stages(value: object) -> str | tuple[int, ...]:
 
 
 def _recompute(value: object) -> str | dict[str, bool]:
-    """The option `recompute`: a word, or for patterns of block names whether to recompute."""
+    """The option `recompute`: a word, or True or False for patterns of block names."""
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and isinstance(v, bool) for k, v in value.items()):
             return dict(value)

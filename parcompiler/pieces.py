@@ -1,8 +1,8 @@
-"""Which part of a dimension each rank holds: the arithmetic that planning and runtime share.
+"""The part of a dimension that each rank holds: arithmetic that planning and runtime share.
 
-Pieces are those of `torch.tensor_split`: they differ by one element at most, the longer ones come
-first, and no rank is without one while there are as many elements as ranks (`torch.chunk` would
-give 5 elements on 4 ranks as 2, 2, 1, 0).
+Pieces are those of `torch.tensor_split`: they differ by at most one element, the longer ones come
+first, and every rank has one if there are at least as many elements as ranks (`torch.chunk` would
+divide 5 elements on 4 ranks as 2, 2, 1, 0).
 
 >>> [piece(50257, 4, rank).size for rank in range(4)]
 [12565, 12564, 12564, 12564]
@@ -17,8 +17,8 @@ queries, keys and values is one matrix whose rows are three segments.
 >>> bool((shard.join([shard.take(whole, 2, rank) for rank in range(2)]) == whole).all())
 True
 
-*Zigzag* pieces are two chunks, one from either end, so that under a causal mask the rows of every
-rank attend to as many others (Llama 3, arXiv 2407.21783, section 3.3.2).
+*Zigzag* pieces are two chunks, one from either end, so that under a causal mask the rows of all
+ranks attend to equally many others (Llama 3, arXiv 2407.21783, section 3.3.2).
 
 >>> [Shard(0, (12,), zigzag=True).spans(3, rank) for rank in range(3)]  # doctest: +ELLIPSIS
 [(Span(start=0, size=2), Span(start=10, size=2)), (Span(start=2, ...), (Span(start=4, ...)]
@@ -49,10 +49,10 @@ def piece(size: int, n: int, rank: int) -> Span:
 
 
 def rows(size: int, n: int) -> int:
-    """The rows that each of `n` ranks has for a vocabulary of `size`, as many everywhere.
+    """The number of rows of each of `n` ranks for a vocabulary of `size`, equal on all ranks.
 
-    A piece of the vocabulary is padded so that ranks take as long, and to a multiple of 8 (of 2
-    where it is small), which matrix units want.
+    A piece of the vocabulary is padded so that ranks take equally long, and to a multiple of 8 (of
+    2 where it is small), which suits matrix units.
 
     >>> rows(50257, 4), rows(13, 2)
     (12568, 8)
@@ -76,8 +76,8 @@ def own_rows(size: int, n: int, rank: int) -> Span:
 def dealt(
     sizes: Mapping[str, int], n: int, homes: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, int]:
-    """Which of `n` ranks gets each of some tensors, undivided: the largest first, each to the rank
-    that has least so far (Graham 1969: at most 4/3 of the best); some have their `homes` already.
+    """The rank, of `n`, that gets each of some undivided tensors: the largest first, each to the
+    rank with least so far (Graham 1969: at most 4/3 of the optimum); tensors in `homes` are fixed.
 
     >>> dealt({"a": 4, "b": 3, "c": 3, "d": 2}, 2)
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
@@ -91,9 +91,9 @@ def dealt(
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How a tensor is split: along `dim`, whose segments have these sizes (one when it has none).
+    """How a tensor is split: along `dim`, with the sizes of its segments (one size if it has none).
 
-    Twice as many chunks as ranks divide each segment that is split `zigzag`.
+    With `zigzag` each segment is divided into two chunks per rank.
 
     >>> Shard(0, (50257,)).length(4, rank=3), Shard(0, (50257,)).whole
     (12564, 50257)
@@ -109,11 +109,11 @@ class Shard:
         return sum(self.sizes)
 
     def even(self, n: int) -> bool:
-        """Whether all ranks hold as much."""
+        """Whether all ranks hold equally much."""
         return all(size % n == 0 for size in self.sizes)
 
     def spans(self, n: int, rank: int) -> tuple[Span, ...]:
-        """What `rank` holds of the dimension: of each segment a piece, or a chunk from each end."""
+        """The runs of `rank` in the dimension: a piece, or two chunks, of each segment."""
         places = ((rank, 2 * n), (2 * n - 1 - rank, 2 * n)) if self.zigzag else ((rank, n),)
         found = []
         for start, size in zip(itertools.accumulate((0, *self.sizes)), self.sizes, strict=False):
@@ -123,15 +123,15 @@ class Shard:
         return tuple(found)
 
     def length(self, n: int, rank: int) -> int:
-        """How much of the dimension `rank` holds."""
+        """The number of elements of the dimension that `rank` holds."""
         return sum(piece(size, n, rank).size for size in self.sizes)
 
     def shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole of a piece with the shape `local`."""
+        """The shape of the whole tensor, from that of a piece."""
         return (*local[: self.dim], self.whole, *local[self.dim + 1 :])
 
     def take(self, whole: torch.Tensor, n: int, rank: int) -> torch.Tensor:
-        """The piece of `rank`: a view where it is one run."""
+        """The piece of `rank`, a view if it is one run."""
         spans = self.spans(n, rank)
         parts = [whole.narrow(self.dim, span.start, span.size) for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
@@ -153,7 +153,7 @@ class Shard:
         return torch.cat([parts[place] for place in order], self.dim)
 
     def _parts(self, own: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, ...]:
-        """The piece of `rank` by segments."""
+        """The piece of `rank`, divided into its runs."""
         parts: tuple[torch.Tensor, ...] = own.split(
             [span.size for span in self.spans(n, rank)], self.dim
         )

@@ -53,7 +53,7 @@ class StageChoice:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver says of its answer: seconds of the predicted step, and how far it is proved."""
+    """A solver's objective (seconds of the predicted step), its lower bound, and their gap."""
 
     status: str
     objective: float
@@ -63,7 +63,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """An alternative: the seconds of its step, or the reason why it cannot be."""
+    """An alternative schedule: the seconds of its step, or the reason why it was not divided."""
 
     schedule: str
     virtual_stages: int
@@ -73,7 +73,7 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way with the vocabulary: the seconds of its step, or the reason why it cannot be."""
+    """A method for the vocabulary: seconds and bytes of its step, or the reason why it failed."""
 
     method: str
     schedule: str | None
@@ -86,9 +86,9 @@ class Method:
 class VocabularyChoice:
     """How the layers of the vocabulary are computed.
 
-    "whole": on the stages they stand on. Otherwise all ranks hold rows of the tables of `lookups`
-    and of `head` (their names in the model). `kept` are layers that stay whole, and why; `weighed`
-    the methods that "auto" chose from, `memory` the most bytes on a rank.
+    "whole": on their stages. Otherwise all ranks hold rows of the tables of `lookups` and of `head`
+    (their names in the model). `kept` are layers that stay whole, with the reason; `weighed` the
+    methods that "auto" chose from, each with the most bytes on a rank.
     """
 
     method: str
@@ -105,9 +105,9 @@ class VocabularyChoice:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTime:
-    """Seconds of a template for one micro-batch; `weight` is what can wait of `backward`.
+    """Seconds of a template for one micro-batch; `weight` is the part of `backward` that can wait.
 
-    `hidden` are those of collectives that a whole backward has beside products for weights, which
+    `hidden` are the seconds of collectives that products for weights hide in a whole backward; they
     come on top of `backward` where its two parts run apart.
     """
 
@@ -125,7 +125,8 @@ VOCABULARY_PASSES = ("s", "normalize", "t", "embed", "embed_backward")
 class VocabularyTime:
     """Seconds of the passes of a spread vocabulary for one micro-batch on each rank.
 
-    They are of one `method`; `embed` and `embed_backward` of all embeddings together.
+    `method` is the one that they belong to; `embed` and `embed_backward` are of all embeddings
+    together.
     """
 
     method: str
@@ -136,18 +137,18 @@ class VocabularyTime:
     embed_backward: float
 
 
-STAYS = "the micro-batch stays as it is given"  # how the reason for that begins
+STAYS = "the micro-batch stays as it is given"  # the beginning of the reason
 
 
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
-    """A mesh of a cluster: what its best plan takes, or the reason why none was made.
+    """A mesh of a cluster: the figures of its best plan, or the reason why none was made.
 
-    `microbatches` are those of each data rank, of `rows` each (None: their tensors share none).
-    `seconds` of the step are, in the mean of the ranks, those of `compute`, of `exchange` (between
-    tensor ranks, and of gradients after the last backward) and of `idle`; `memory` the most bytes
-    on a rank. Where there is a `reason`, they are what no plan can be below, or None. `zero` is
-    what data ranks share out.
+    `microbatches` are those of each data rank, of `rows` rows each (None: their tensors have no
+    common number of rows). `seconds` of the step are, on average over ranks, the sum of `compute`,
+    `exchange` (between tensor ranks, and of gradients after the last backward) and `idle`;
+    `memory` is the most bytes on a rank. Where there is a `reason`, both are lower bounds, or None.
+    `zero` is the level of ZeRO.
     """
 
     pipeline: int
@@ -185,10 +186,10 @@ class MeshChoice:
 class Shards:
     """How the blocks of one template are computed on the ranks of the tensor axis.
 
-    `nodes` has a line for each node of its first block: the types of what it reads and yields, as
-    in "linear: R S(0) S(0) -> S(2)". `tensors` says how parameters and buffers are held, which
-    follows from that. `blocks` are named where only some of the template's are meant. `whole` are
-    the nodes that no rule splits, and why.
+    `nodes` has a line for each node of its first block: the types of operands and results, as in
+    "linear: R S(0) S(0) -> S(2)". `tensors` says how parameters and buffers are held, which follows
+    from `nodes`. `blocks` are listed if the entry is for only some blocks of the template. `whole`
+    are the nodes that no rule splits, with the reason.
     """
 
     template: str
@@ -200,10 +201,10 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the ranks of an axis hold, for each template at a granularity.
+    """How the ranks of an axis compute, for each template at a granularity.
 
-    What belongs to no block (the prologue) is whole on every rank. `solution` has the seconds of
-    one micro-batch in all blocks, and `memory` the predicted bytes of a rank, the mean over stages.
+    Nodes of no block (the prologue) are whole on every rank. `solution` has the seconds of one
+    micro-batch in all blocks, and `memory` the predicted bytes of a rank, averaged over stages.
     """
 
     level: int
@@ -212,8 +213,8 @@ class Sharding:
     memory: int | None = None
 
 
-# Fields that JSON has only where they say more: decisions that the mesh or the model does not ask
-# for, costs that follow from the device's figures, and the defaults.
+# Fields that JSON leaves out at these values: decisions that the mesh or the model does not need,
+# costs that follow from the device's figures, and defaults.
 _LEFT_OUT = {"selective": False, "offload": False} | dict.fromkeys(
     """
     context sharding vocabulary costs vocabulary_costs meshes runner_up zero updates
@@ -223,19 +224,18 @@ _LEFT_OUT = {"selective": False, "offload": False} | dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every decision; see the passes for what each field means.
+    """Every decision; the passes say what each field means.
 
-    `orders` says what each rank computes, in the cells of torch.distributed.pipelining, where the
-    name of the schedule does not. `solution` belongs to the stages, `search` to the orders;
-    `weighed` are the schedules that "auto" chose from. `recompute` are the blocks that keep no
-    activations for their backward (named at the coarsest granularity until that is decided);
-    with `selective` the others run their cheap operators again (see `cost.selective`). With
-    `offload` what these blocks keep waits in the host's memory instead.
-    `meshes` are those of the cluster that `mesh` was chosen from, that of the plan first.
-    `runner_up` is the fastest of what the plan was preferred to: a plan that is up to 2 % faster
-    and less plain, or the next of the meshes. `context` says what context ranks split, `sharding`
-    what tensor ranks split of that. `updates` are None where data ranks average whole
-    gradients.
+    `orders` is the order of compute of each rank, in the cells of torch.distributed.pipelining,
+    where the name of the schedule does not determine it. `solution` belongs to the stages, `search`
+    to the orders; `weighed` are the schedules that "auto" chose from. `recompute` are the blocks
+    that keep no activations for their backward (named at the coarsest granularity until that is
+    decided); with `selective` the others run their cheap operators again (see `cost.selective`).
+    With `offload` the activations of the `recompute` blocks wait in the host's memory instead.
+    `meshes` are the meshes of the cluster from which `mesh` was chosen, that of the plan first.
+    `runner_up` is the fastest alternative to the plan: a plan that is up to 2 % faster and less
+    plain, or that of the next mesh. `context` says what context ranks split, `sharding` what tensor
+    ranks split of that. `updates` is None where data ranks average whole gradients.
     """
 
     model: str
@@ -282,7 +282,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan. Raises InputError that names the field and what was expected there.
 
-        What the command line writes beside a plan, its figures as "predicted", is left out.
+        The figures that the command line writes into the file as "predicted" are ignored.
         """
         data = documents.parse(text, "plan")
         if isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""The blocks of a model with what each of them costs: seconds and bytes of one micro-batch."""
+"""The blocks of a model with their costs: seconds and bytes of one micro-batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from parcompiler.plan import TemplateTime
 
 @dataclass(frozen=True)
 class Priced:
-    """The blocks at one granularity, with what each costs for one micro-batch on the device.
+    """The blocks at one granularity, with the costs of each for one micro-batch on the device.
 
-    `forward` and `backward` are seconds by block. `weight` is the share of `backward` that a split
-    backward can defer, `hidden` what a split adds to it (see `TemplateTime`). Blocks in
-    `recomputed` keep only their inputs, and their backward begins with their forward. Those in
-    `copies` keep all in the host's memory, to which it goes in so many seconds beside compute.
-    Where ranks have different devices, `ranks` are the blocks on the device of each, and the
-    seconds here the least of theirs.
+    `forward` and `backward` are seconds by block. `weight` are the seconds of `backward` that a
+    split backward can defer, `hidden` those that a split adds (see `TemplateTime`). Blocks in
+    `recomputed` keep only their inputs, and their backward begins with their forward. Blocks in
+    `copies` keep their activations in the host's memory; the seconds are those of the copy, beside
+    compute. Where ranks have different devices, `ranks` are the blocks on the device of each, and
+    the seconds here are the least of theirs.
     """
 
     cut: Cut
@@ -79,7 +79,7 @@ class Priced:
         return math.fsum(found)
 
     def recomputing(self, names: Collection[str]) -> Priced:
-        """The blocks when those of these names are recomputed."""
+        """The blocks, with those of these names recomputed."""
         assert not self.recomputed
         again = [block.name in names for block in self.cut.blocks]
         rows = zip(self.forward, self.backward, again, strict=True)
@@ -91,8 +91,8 @@ class Priced:
         )
 
     def offloading(self, names: Collection[str], host: Link, *, beside: bool) -> Priced:
-        """The blocks when what those of these names keep goes over a link and comes back,
-        `beside` compute (then the longer one counts) or not."""
+        """The blocks, with the activations of those of these names copied over a link and back:
+        `beside` compute (then the longer of both counts), or not."""
         pairs = zip(self.cut.blocks, self.costs, strict=True)
         sizes = {block.name: cost.saved + cost.saved_inputs for block, cost in pairs}
         copies = {name: host.seconds(sizes[name]) for name in sizes if name in names}
@@ -118,10 +118,9 @@ class Priced:
         return dataclasses.replace(self, ranks=ranks, **{name: taken(name) for name in fields})
 
     def gathering(self, exchanges: Sequence[tuple[float, float]]) -> Priced:
-        """The blocks under ZeRO 3, with the seconds in which each one's parameters are gathered
-        and its gradients reduced and scattered. Both overlap with compute: the longer one counts,
-        and where a backward has two parts, gathers overlap with the first alone, sums with the
-        second.
+        """The blocks under ZeRO 3; `exchanges` are the seconds to gather each block's parameters
+        and to reduce-scatter its gradients. Both overlap with compute: the longer one counts.
+        Where a backward has two parts, the gather overlaps with the first, the sum with the second.
         """
         columns = self.forward, self.backward, self.weight, self.hidden, exchanges
         rows = [
@@ -178,7 +177,7 @@ class Priced:
 
     @cached_property
     def moments(self) -> tuple[int, ...]:
-        """Workspace peak of each block, forward or backward: bytes besides those it has saved."""
+        """Workspace peak of each block, in forward or backward: bytes besides those it saves."""
         return tuple(
             max(cost.unsaved_peak, cost.recompute_peak + cost.gradient_bytes, cost.backward_peak)
             if block.name in self.recomputed

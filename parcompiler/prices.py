@@ -1,4 +1,4 @@
-"""What stages and messages cost, from the costs of their blocks: the simulator's numbers."""
+"""Costs of the stages, messages and collectives of a lowered plan, for the simulator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parcompiler.problem import Problem
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline import StageCost, Timeline, VocabularyCost, free, simulate
 
-FEW = 4  # micro-batches for each rank: with 2 steps of two stages on a rank are 3 % too short
+FEW = 4  # micro-batches per rank: with 2, steps of two stages on a rank come out 3 % too short
 
 
 def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
@@ -27,7 +27,7 @@ def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
 
 
 def _timeline(problem: Problem, rank_problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
-    """`simulated`, with the problem of a rank."""
+    """`simulated`, given also the problem of a rank."""
     return simulate_lowered(
         lowered,
         stage_costs(rank_problem, plan, lowered),
@@ -39,8 +39,8 @@ def _timeline(problem: Problem, rank_problem: Problem, plan: Plan, lowered: Lowe
 
 
 def lowered_step(problem: Problem, plan: Plan) -> float:
-    """Seconds of the step of a plan as it will be lowered; `problem` is that of a rank. Of many
-    micro-batches a few are simulated, and the others take as long as the last of these do."""
+    """Seconds of the lowered step of a plan; `problem` is that of a rank. Of many micro-batches
+    only a few are simulated, and the time of the others is extrapolated from the last of these."""
     assert plan.granularity is not None, "the passes decide it"
     cut = problem.priced(plan.granularity).cut
 
@@ -86,7 +86,7 @@ def simulate_lowered(
 
 
 def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCost, ...]:
-    """Seconds and bytes of one micro-batch on each stage; `lowered` may have several of one."""
+    """Seconds and bytes of one micro-batch on each lowered stage, which may be a unit of one."""
     divided = replace(plan, stages=lowered.choices)
     found = costs(problem, divided, [stage.tensors for stage in lowered.stages])
     if not any(line.kind is Kind.GATHER_PARAMETERS for own in lowered.instructions for line in own):
@@ -96,8 +96,8 @@ def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCo
 
 
 def _ready(problem: Problem, plan: Plan, lowered: Lowered) -> Iterator[float]:
-    """For each stage the seconds behind the optimizer's step before which its first forward may not
-    begin, if the parameters of each block are to have come when that runs."""
+    """For each stage, the earliest start of its first forward, in seconds after the optimizer's
+    step, with which the parameters of each block are gathered before the block runs."""
     seconds = collective_seconds(problem, lowered)
     names = {item.label: item.names for item in lowered.shared}
     priced = problem.at_zero("auto").under(plan)
@@ -119,21 +119,22 @@ def _ready(problem: Problem, plan: Plan, lowered: Lowered) -> Iterator[float]:
 
 
 def without_recomputation(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """The most bytes of each rank if the plan recomputed nothing; nothing where it does not."""
+    """Peak bytes of each rank if the plan recomputed nothing; empty if it recomputes nothing."""
     if not plan.recompute:
         return ()
     return estimate(problem, replace(plan, recompute=())).peak_memory
 
 
 def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruction], float]:
-    """Seconds of a sum over data ranks, or of a gather, by its instruction; else none.
+    """A function from an instruction to the seconds of its sum or gather over data ranks; 0 for
+    other instructions.
 
-    Where data ranks share the updates out, a bucket is scattered: each gets a part of the sums.
-    Averages of weights that not every step makes count with their share of a step.
+    Where data ranks share out updates, a bucket is reduce-scattered. Averages of weights that are
+    not made in every step count with their share of a step.
     """
     sums = {item.label: item for item in lowered.shared}
     by_name, updates = lowered.graph.by_name, lowered.updates
-    known: dict[Hashable, float] = {}  # those of all micro-batches take as long
+    known: dict[Hashable, float] = {}  # equal for all micro-batches
 
     def seconds(line: Instruction) -> float:
         key = line.kind, line.stage, line.value, line.ranks
@@ -183,8 +184,8 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
 
 
 def left_seconds(problem: Problem, plan: Plan, lowered: Lowered) -> Callable[[Instruction], float]:
-    """Seconds of the backward of its stage that are left when the gradients of a bucket are final:
-    those of the blocks before the first that reads one of its tensors."""
+    """A function from the sum of a bucket to the seconds of its stage's backward that are left when
+    its gradients are final: those of the blocks before the first that reads one of its tensors."""
     priced = problem.at_zero("auto").under(plan)
     names = [block.name for block in priced.cut.blocks]
     left: dict[str, float] = {}
@@ -201,16 +202,16 @@ def left_seconds(problem: Problem, plan: Plan, lowered: Lowered) -> Callable[[In
 
 
 def server_seconds(problem: Problem, lowered: Lowered, line: Instruction, nbytes: int) -> float:
-    """Seconds in which all bytes that data ranks send to the first of them, or get from it, go one
-    after another through its link."""
+    """Seconds in which the bytes that the other data ranks send to the first of them, or get from
+    it, go through its link one after another."""
     first, *others = lowered.grid.replicas(line.ranks, expert=0 if is_of_experts(line) else None)
     each = (collective.joined(problem.mesh, "broadcast", nbytes, [first, r]) for r in others)
     return sum(each)
 
 
 def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
-    """Bytes that go through the link of the fullest server in a step, into it and out of it; and
-    those of its optimizer states and masters, of which the other data ranks have none."""
+    """Bytes through the link of the fullest server in a step, in both directions; and bytes of its
+    optimizer states and masters, which the other data ranks do not have."""
     by_name, loads = lowered.graph.by_name, [(0, 0)]
     for rank in range(lowered.size):
         own = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
@@ -221,13 +222,13 @@ def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
 
 
 def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
-    """Bytes of a sum of gradients as it goes between ranks; only buckets are compressed."""
+    """Bytes of a sum of gradients as sent between ranks; only buckets are compressed."""
     updates = ALL_REDUCE if isinstance(item, TiedTensor) else lowered.updates
     return sum(lowered.graph.by_name[name].summed_nbytes(updates) for name in item.names)
 
 
 def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, int], float]:
-    """Seconds of a message by its value, on the link between the ranks of its stages.
+    """A function from a message (value, source, target) to its seconds on the link of its ranks.
 
     Where a value goes to several ranks, the slowest of their links counts for all.
     """

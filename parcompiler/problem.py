@@ -49,30 +49,30 @@ from parcompiler.priced import Priced
 Found = TypeVar("Found")
 Judge = Callable[["Problem", Plan], float]
 
-SPARE = 0.01  # of the memory stays free where parameters are gathered, twice that in pipelines
+SPARE = 0.01  # share of memory left free where parameters are gathered; twice that in pipelines
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 LEVELS = range(4)  # of ZeRO
-SMALL_BUCKET = 2**20  # the size of its first bucket
-PARTS = 8  # buckets of a rank's gradients at least, where these are few
+SMALL_BUCKET = 2**20  # least bytes of a bucket, the size of DistributedDataParallel's first one
+PARTS = 8  # buckets of a rank in small models, whose buckets are smaller than BUCKET
 
 
 def bucket_size(graph: Graph, pipeline: int) -> int:
     """Bytes of a bucket of gradients, for a model on `pipeline` ranks.
 
-    Small models have small buckets, or the staging copy would be much of their memory.
+    Small models have small buckets: the staging copy would be a large share of their memory.
     """
     trained = sum(item.gradient_nbytes for item in graph.parameters if item.trainable)
     return min(BUCKET, max(SMALL_BUCKET, trained // pipeline // PARTS))
 
 
 def filled(items: Iterable[Parameter], most: int) -> list[list[Parameter]]:
-    """The parameters in buckets of at most so many bytes of gradients, in the order in which the
-    last of each comes. A bucket is of one dtype, experts apart; a tensor that is larger, or has a
-    gradient of rows, is alone in one, and small ones before and behind it go together.
+    """The parameters in buckets of at most `most` bytes of gradients, in the order of the last
+    parameter of each. A bucket has one dtype, and either experts or no experts. A tensor that is
+    larger, or has row gradients, is a bucket by itself; small ones before and after it share one.
     """
     found: list[list[Parameter]] = []
     unfilled: dict[Hashable, list[Parameter]] = {}
-    sizes: Counter[Hashable] = Counter()  # of these
+    sizes: Counter[Hashable] = Counter()  # of unfilled buckets, in bytes
     place: dict[str, int] = {}
     for item in items:
         place[item.name] = len(place)
@@ -99,12 +99,12 @@ def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype |
 
 @dataclass
 class Cache:
-    """What was computed or measured for one graph; problems that differ in options share it.
+    """Computed and measured results for one graph; problems that differ in options share it.
 
-    `found` is by mesh, level of ZeRO and key (see `Problem.once`), `priced` by granularity,
-    recomputed blocks, whether parameters are gathered, cheap operators run again, and the blocks
-    are offloaded instead. `times` were measured, by granularity and template, `vocabulary_times`
-    too, by method.
+    `found` is by mesh, level of ZeRO and key (see `Problem.once`); `priced` by granularity,
+    recomputed blocks, and whether parameters are gathered, cheap operators run again, and the
+    blocks are offloaded instead. Measured are `times`, by granularity and template, and
+    `vocabulary_times`, by method.
     """
 
     found: dict[Hashable, Any] = field(default_factory=dict)
@@ -117,12 +117,12 @@ class Cache:
 class Problem:
     """The input of the passes: a value that none of them changes, and a cache.
 
-    `explain`: whether a refusal is worth the time to find out what would do instead. `selective`:
-    whether cheap operators of all blocks run again in the backward (see `cost.selective`).
-    `offload`: whether recomputed blocks are offloaded instead. With context ranks, `graph` is that
-    of one of them, and `context` how it was divided. `bench` measures times where they are not
-    modelled. `judge` says what the step of a plan of one rank's problem takes once it is lowered:
-    asked where the passes' own estimate is not exact (see `zero.step_of`).
+    `explain`: whether a refusal takes the time to find out what would fit. `selective`: whether
+    cheap operators of all blocks run again in the backward (see `cost.selective`). `offload`:
+    whether recomputed blocks are offloaded instead. With context ranks, `graph` is that of one of
+    them, and `context` the sharding that made it. `bench` measures times where they are not
+    modelled. `judge` gives the seconds of the lowered step of a plan, from the problem of a rank;
+    it is used where the estimate of the passes is not exact (see `zero.step_of`).
     """
 
     graph: Graph
@@ -137,9 +137,9 @@ class Problem:
     cache: Cache = field(default_factory=Cache, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """The result of `find`, computed once for each key, mesh and level of ZeRO.
+        """The result of `find`, cached by key, mesh, level of ZeRO, and kind of recomputation.
 
-        Many schedules ask the same. Every option that the result depends on must be in the key.
+        Many schedules share results. Every other option on which one depends must be in the key.
         """
         place = self.mesh, self.options.zero, self.selective, self.offload, key
         if place not in self.cache.found:
@@ -158,8 +158,8 @@ class Problem:
             return 0
         if isinstance(self.options.zero, int):
             return self.options.zero
-        # What a forward updates on one data rank (`Embedding(max_norm=)`) no other rank gets, and
-        # gradients of rows are not in pieces.
+        # Updates of parameters in a forward (`Embedding(max_norm=)`) do not reach other data ranks,
+        # and row gradients are not in pieces.
         return 0 if self.graph.updates_weights or self.graph.has_row_gradients else LEVELS[-1]
 
     @property
@@ -190,8 +190,8 @@ class Problem:
 
     @cached_property
     def host(self) -> Link | None:
-        """The slowest link between a device and its host; None where one is not known. A CPU copies
-        within its memory."""
+        """The slowest link between a device and its host; None if any is unknown. A CPU copies
+        within its own memory."""
         links = [
             Link(device.memory_bandwidth / 2, 0.0) if device.is_cpu else device.host
             for device in set(self.mesh.devices)
@@ -202,7 +202,7 @@ class Problem:
 
     @property
     def may_offload(self) -> bool:
-        """Whether activations may be offloaded to save memory: on a CPU they would not."""
+        """Whether offloading activations can save memory: not on a CPU."""
         return self.accelerator and self.host is not None
 
     @property
@@ -235,11 +235,11 @@ class Problem:
 
     @property
     def spare(self) -> float:
-        """The part of the room that is left free."""
+        """The share of the memory that is left free."""
         return SPARE * (1 + (self.mesh.pipeline > 1)) if self.gathers else 0.0
 
     def room(self, device: Device) -> int:
-        """Bytes of a device, less what the option `memory_margin` keeps free."""
+        """Bytes of a device, without those that the option `memory_margin` keeps free."""
         return device.memory - math.ceil(self.options.memory_margin * device.memory)
 
     @cached_property
@@ -264,7 +264,7 @@ class Problem:
         return self.cache.priced[key]
 
     def _sparing(self, level: int, names: frozenset[str]) -> Priced:
-        """The blocks at a granularity, the named ones recomputed as a whole, or offloaded."""
+        """The blocks at a granularity, with the named ones recomputed as a whole, or offloaded."""
         found = self.priced(level)
         if self.selective and not self.offload:
             found = found.mixed(self.selectively(False).priced(level), names)
@@ -307,7 +307,7 @@ class Problem:
         return found
 
     def sent_bytes(self, bucket: Iterable[Parameter]) -> int:
-        """Bytes of the sum of a bucket, as compressed as the options say."""
+        """Bytes of the sum of a bucket, compressed if the options say so."""
         return sum(item.summed_nbytes(self.options.data_updates) for item in bucket)
 
     def under(self, plan: Plan) -> Priced:
@@ -326,7 +326,7 @@ class Problem:
         return self._for_alike(item, self._kept_bytes)
 
     def _for_alike(self, item: Parameter, find: Callable[[Parameter], Found]) -> Found:
-        """`find(item)`, computed once for parameters of equal shape and dtype: layers are many."""
+        """`find(item)`, cached for parameters of equal shape and dtype, as layers are many."""
         key = (find.__name__, item.shape, item.dtype, item.trainable, item.buffer, item.experts,
                item.looked_up, item.has_master)  # fmt: skip
         if key not in self._alike:
@@ -359,12 +359,14 @@ class Problem:
 
     @cached_property
     def _kept(self) -> int:
-        """Copies of each weight that `updates=` keeps, as local and asynchronous steps do."""
+        """The number of copies of each weight that `updates=` keeps, for local and asynchronous
+        steps."""
         return self.options.data_updates.kept
 
     def part(self, item: Parameter) -> int:
         """Elements of the largest shard of a parameter; of a buffer, all. Optimizers of whole
-        matrices deal out whole parameters: each counts with the fullest rank's share of all."""
+        matrices give each rank whole parameters: there each parameter counts with the fullest
+        rank's share of all elements."""
         if self.options.optimizer in WHOLE and not item.buffer:
             return math.ceil(item.numel * self._fullest)
         rows, ranks = item.shape[0] if item.shape else 1, self.sharers(item)
@@ -378,7 +380,7 @@ class Problem:
 
     @cached_property
     def _fullest(self) -> float:
-        """The share of all elements on the fullest data rank, if ranks get whole parameters."""
+        """The fullest data rank's share of all elements, if ranks get whole parameters."""
         sizes = {item.name: item.numel for item in self.graph.parameters if not item.buffer}
         loads, homes = [0] * self.mesh.replicas, dealt(sizes, self.mesh.replicas)
         for name, home in homes.items():
@@ -419,7 +421,7 @@ class Problem:
         optimizer, narrow = self.options.optimizer, item.has_master
 
         def on(device: Device) -> float:
-            # As scripts step: on a GPU, and where layers are compiled.
+            # Scripts use fused optimizers on a GPU, and where layers are compiled.
             fused = not device.is_cpu or self.options.costs == "compiled"
             each = moved_in_update(optimizer, item.dtype, masters=narrow, fused=fused)
             moved = self.part(item) if self.zero else item.numel
@@ -445,16 +447,16 @@ class Problem:
         """Upper bound on the staging memory of a rank's buckets, in bytes."""
         summed = [x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1]
         ranks = min(map(self.sharers, summed), default=1)
-        packed = self.options.compression is not None  # it is sent, and others' are received
+        packed = self.options.compression is not None  # a copy to send, and one to receive
         size = min(self.bucket, sum(item.gradient_nbytes for item in summed)) * (1 + packed)
-        if self.scatters:  # and what comes of it
+        if self.scatters:  # and this rank's part of the sum
             size = max(size, self.largest_gradient) * (ranks + 1) // ranks
         return max(size, self.largest_gradient if self.zero else 0)
 
     @cached_property
     def largest_gradient(self) -> int:
-        """Bytes of the largest gradient that is staged by itself: one whose rows do not divide by
-        the data ranks is copied into shards of equal length."""
+        """Bytes of the largest gradient that is staged by itself: one whose rows do not divide
+        evenly among the data ranks is copied into shards of equal length."""
         summed = (x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1)
         copied = (x for x in summed if self.scatters or (x.shape and x.shape[0] % self.sharers(x)))
         return max((item.gradient_nbytes for item in copied), default=0)
@@ -462,14 +464,14 @@ class Problem:
     def carried(self, node: fx.Node) -> float:
         """Seconds to move a value between pipeline neighbours, over their slowest link.
 
-        At the nominal bandwidth: the measured curve of a "message" is that of messages beside
-        compute, while the decisions made by this let ranks wait for them.
+        At the nominal bandwidth: the measured curve of a "message" is for messages beside compute,
+        while ranks wait for the messages that these decisions are about.
         """
         return self._slowest_link.seconds(nbytes_of(node))
 
     @cached_property
     def _slowest_link(self) -> Link:
-        """That between pipeline neighbours."""
+        """The slowest link between pipeline neighbours."""
         return slowest(self.mesh)
 
     @property
@@ -504,7 +506,7 @@ class Problem:
         found = {}
         for name, cost in costs.items():
             known = self.cache.times.get((level, name))
-            if self.selective and self.bench is not None:  # longer than what was measured
+            if self.selective and self.bench is not None:  # adds to the measured time
                 known = self._longer(level, name, first[name], cost)
             elif known is None:
                 known = modelled(name, cost, self.device)
@@ -516,8 +518,8 @@ class Problem:
         return found
 
     def _longer(self, level: int, name: str, block: Block, cost: BlockCost) -> TemplateTime:
-        """A measured template's time, plus the modelled time of what selective recomputation
-        repeats."""
+        """A measured template's time, plus the modelled time of the operators that selective
+        recomputation repeats."""
         plain = self.selectively(False)
         priced = plain.priced(level)
         (before, *_) = (

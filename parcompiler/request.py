@@ -1,12 +1,11 @@
-"""What was asked of the compiler: an export and its checkpoints keep it, so that it can be asked
-again for another mesh.
+"""Requests: an export and its checkpoints keep what was asked of the compiler, for another mesh.
 
     {"model": "model.py:make", "configuration": null, "inputs": {"tokens": ["int64", [2, 64]]},
      "samples": 2, "microbatches": 8, "data": 4, "device": "h100", "options": {"precision": "bf16"}}
 
-It says which Python makes the model, and does not keep that: nothing of a checkpoint is ever run.
-A configuration of transformers is data, and is kept. What a mesh alone means (block counts of
-stages, a schedule that was written by hand) is left out.
+It names the Python function that makes the model, but does not contain it: nothing of a checkpoint
+is ever run. A configuration of transformers is data, and is kept. Options that fit only one mesh
+(block counts of stages, a schedule written by hand) are left out.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from parcompiler.plan import Plan
     from parcompiler.problem import Problem
 
-_OF_A_MESH = ("microbatches", "stages", "schedule")  # what these may be besides words
+_OF_A_MESH = ("microbatches", "stages", "schedule")  # fit only one mesh unless they are words
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked: `samples` are those of a micro-batch, `microbatches` of each of the `data`
-    ranks, `options` other arguments of `compile` that are not the defaults. `weights` are published
-    weights that the ranks load when they start."""
+    """A request: `samples` of a micro-batch, `microbatches` of each of the `data` ranks, `options`
+    for other arguments of `compile` that are not the defaults. `weights` are published weights that
+    the ranks load when they start."""
 
     samples: int
     microbatches: int
@@ -49,7 +48,7 @@ class Request:
 
     @classmethod
     def of(cls, problem: Problem, plan: Plan) -> Request:
-        """What a program was asked for."""
+        """The request of a program, from its problem and plan."""
         specs = problem.graph.inputs
         inputs = {s.key: [str(s.dtype).removeprefix("torch."), list(s.shape)] for s in specs}
         samples = samples_of(Input(s.key, tuple(s.shape), s.dtype) for s in specs)
@@ -61,8 +60,8 @@ class Request:
 
     @classmethod
     def saved(cls, checkpoint: Checkpoint) -> Request:
-        """What the program was asked for that saved a checkpoint. Raises InputError where it does
-        not say so, or is damaged."""
+        """The request of the program that saved a checkpoint. Raises InputError if the checkpoint
+        has none, or is damaged."""
         data = checkpoint.facts.get("request")
         names = {item.name for item in dataclasses.fields(cls)}
         if not isinstance(data, dict) or not data.keys() <= names:
@@ -82,8 +81,8 @@ class Request:
         return cls(**{**data, "options": options, "data": batches})
 
     def microbatches_for(self, samples: int, data: int) -> int:
-        """The micro-batches of so many samples on each of so many data ranks that make a step as it
-        was. Raises InputError where there are none."""
+        """The number of micro-batches of `samples` samples on each of `data` data ranks that make a
+        step of the same size. Raises InputError if there is none."""
         total = self.samples * self.microbatches * self.data
         count, rest = divmod(total, samples * data)
         if rest or not count:
@@ -96,7 +95,7 @@ class Request:
         return count
 
     def to_data(self) -> dict[str, Any]:
-        """JSON data."""
+        """The request as JSON data."""
         return dataclasses.asdict(self)
 
 
@@ -119,7 +118,7 @@ def check_fits(graph: Graph, checkpoint: Checkpoint) -> None:
 
 
 def _options(options: Options) -> dict[str, Any]:
-    """The options that are not the defaults, without those of a mesh alone."""
+    """The options that are not the defaults, without those that fit only one mesh."""
     default = Options(1)
     found = {}
     for item in dataclasses.fields(options):
@@ -131,8 +130,8 @@ def _options(options: Options) -> dict[str, Any]:
 
 
 def check_published(graph: Graph, folder: Path) -> None:
-    """Raise InputError unless a folder has published weights of this model, all that its state dict
-    has."""
+    """Raise InputError unless a folder has published weights for this model: all tensors of its
+    state dict, and no others."""
     source, parameters = published.opened(folder), (graph.undivided or graph).parameters
     names = {name for item in parameters for name in (item.name, *item.aliases)}
     mapping = published.renamed(source.files, names)

@@ -1,20 +1,19 @@
-"""Attention of the rows of a rank to those of all, whose keys and values go round a ring.
+"""Ring attention: the rows of a rank attend to those of all, whose keys and values go round.
 
     step          0            1            2              rank r has keys r, then r - 1, ...
-    rank 0    k0 ──────┐   k2 ──────┐   k1                 and sends on what it has
-    rank 1    k1 ──┐   └─► k0 ──┐   └─► k2                 while it attends to it
+    rank 0    k0 ──────┐   k2 ──────┐   k1                 and passes them on while its
+    rank 1    k1 ──┐   └─► k0 ──┐   └─► k2                 rows attend to them
     rank 2    k2   └─────► k1   └─────► k0
 
-A rank holds keys and values of one other at a time, beside those that are arriving (Liu, Zaharia
+A rank holds keys and values of one rank at a time, beside those that are arriving (Liu, Zaharia
 and Abbeel, arXiv 2310.01889). Results of parts are merged by the logarithms of their sums (Rabe and
 Staats, arXiv 2112.05682; FlashAttention, arXiv 2205.14135, section 3.1):
 
     y = y1 + (y2 - y1) / (1 + exp(s1 - s2))        s = log(exp s1 + exp s2)
 
-The kernel of the backward is given y and s of all keys, and so yields the gradients of any part of
-them. Those of keys and values follow them round, one step behind, each rank adding its summand:
-they are at their owner after as many steps. Ranks and planning run this text: without data, it
-says what it costs.
+The kernel of the backward gets y and s of all keys, and so computes the gradients for any part of
+them. Gradients of keys and values follow them round, one step behind, and each rank adds its
+summand, until they reach their owner. Planning runs this code too, without data, for its costs.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ import torch
 Arriving = Callable[[], torch.Tensor]
 Rotate = Callable[[torch.Tensor], Arriving]
 Attended = tuple[torch.Tensor, torch.Tensor]  # results [..., e], logarithms of sums [...]
-Seen = tuple[slice, slice, bool]  # which rows attend to which keys, and whether causally
+Seen = tuple[slice, slice, bool]  # rows, the keys to which they attend, and whether causally
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-WIDEST = 256  # features of a head that accelerators' kernel takes
+WIDEST = 256  # most features of a head in the kernel of accelerators
 
 
 class RingAttention(torch.autograd.Function):
     """Attention of rank `rank` of `n`: queries [b, heads, rows here, e] to all keys.
 
-    `rotate` begins to send a row of numbers to the next rank; what it returns waits for that of the
-    rank before. Under a causal mask rows are in order, or dealt `zigzag` (see `pieces`).
+    `rotate` begins to send a 1-d tensor to the next rank; it returns a function that waits for the
+    one of the previous rank. Under a causal mask rows are in order, or dealt `zigzag` (see
+    `pieces`).
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *_ = saved = ctx.saved_tensors  # once: layers may be run again for them
+        query, key, value, *_ = saved = ctx.saved_tensors  # read once: it may run layers again
         (rank, n), rotate, is_causal, zigzag, scale = ctx.settings
         of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
         own = pair = _packed(key, value)
@@ -108,7 +108,8 @@ def _summand(
     seen: Seen | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """The gradients of a pair by rows that have `seen` it; theirs are added to `of_query`."""
+    """The gradients of a pair of keys and values, from the rows that attend to it (`seen`); those
+    of the queries are added to `of_query`."""
     summand = torch.zeros_like(pair)
     if seen is not None:
         query, key, value, result, sums = saved
@@ -125,13 +126,13 @@ def _summand(
 
 
 def _seen(rank: int, other: int, size: int, is_causal: bool, zigzag: bool) -> Seen | None:
-    """Which rows of a rank attend to which of the `size` keys of one; None where none do.
+    """The rows of a rank that attend to keys of one, and which of its `size` keys; None if none do.
 
-    Zigzag, both chunks of rows attend to the earlier chunk of ranks before, and the later chunk to
-    both of ranks behind: all ranks have as much to do in every step.
+    With zigzag, both chunks of rows attend to the earlier chunk of ranks before, and the later
+    chunk of rows to both chunks of ranks after: all ranks have equal work in every step.
     """
     every, half = slice(None), size // 2
-    if other == rank:  # chunks of its own are in order, too
+    if other == rank:  # its own chunks are in order, too
         return every, every, is_causal
     if not is_causal or (other < rank and not zigzag):
         return every, every, False
@@ -141,25 +142,25 @@ def _seen(rank: int, other: int, size: int, is_causal: bool, zigzag: bool) -> Se
 
 
 def _packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Keys and values as one row of numbers, which is one message."""
+    """Keys and values in one 1-d tensor, which is one message."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
 def _unpacked(
     pair: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some keys and their values in a row of numbers, in the forms of these."""
+    """Some `keys` and their values from a packed pair, with the shapes of `key` and `value`."""
     first = pair[: key.numel()].view(key.shape)
     return first[..., keys, :], pair[key.numel() :].view(value.shape)[..., keys, :]
 
 
 def widened(part: Attended) -> Attended:
-    """Attention to a part of the keys, in a dtype that others may be merged into."""
+    """Attention to a part of the keys, in float32 or wider, so that others can be merged in."""
     return part[0].to(torch.promote_types(part[0].dtype, torch.float32)), part[1]
 
 
 def merge(total: Attended, part: Attended) -> None:
-    """Make of the attention to some keys that to these and others, in place."""
+    """Merge the attention to other keys (`part`) into `total`, in place."""
     result, sums = total
     weight = torch.sub(part[1], sums).sigmoid_().unsqueeze(-1)  # exp s2 / (exp s1 + exp s2)
     result.lerp_(part[0].to(result.dtype), weight.to(result.dtype))
@@ -167,7 +168,7 @@ def merge(total: Attended, part: Attended) -> None:
 
 
 def lowered(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Operands in the dtype of autocast, which knows of torch's public functions alone."""
+    """Operands in the dtype of autocast, which applies only to torch's public functions."""
     device = operands[0].device.type
     if not torch.is_autocast_enabled(device):
         return operands
@@ -175,8 +176,8 @@ def lowered(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a kernel takes these and says the logarithms of its sums. That of CPUs has no other
-    shapes than [samples, heads, rows, e]."""
+    """Whether there is a kernel for these operands that returns the logarithms of its sums. It
+    takes only shapes [samples, heads, rows, e]."""
     taken = query.device.type == "cpu" or (
         query.dtype.itemsize == 2 and query.shape[-1] % 8 == 0 and query.shape[-1] <= WIDEST
     )
@@ -196,7 +197,7 @@ def attend(
     is_causal: bool,
     scale: float | None,
 ) -> Attended:
-    """Attention [b, heads, rows, e], whose keys may have fewer heads, and logarithms of sums."""
+    """Attention [b, heads, rows, e] and the logarithms of its sums; keys may have fewer heads."""
     if has_kernel(query, key, value):
         kernel = FORWARD if query.device.type == "cpu" else _FLASH
         made = kernel(query, key, value, 0.0, is_causal, scale=scale)
@@ -216,10 +217,10 @@ def attend_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, and of keys and values that may be a part of those that the result
-    and the sums are of (arXiv 2205.14135, appendix B.2)."""
+    """Gradients of queries, keys and values; the latter two may be a part of those from which
+    `result` and `sums` were computed (arXiv 2205.14135, appendix B.2)."""
     if has_kernel(query, key, value):
-        # CUDA's kernel reads the sums as [b, heads, rows] in order, whatever their strides say.
+        # CUDA's kernel reads the sums as contiguous [b, heads, rows], ignoring their strides.
         operands = gradient, query, key, value, result, sums.contiguous()
         if query.device.type == "cpu":
             made = BACKWARD(*operands, 0.0, is_causal, scale=scale)
@@ -256,6 +257,6 @@ def _scores(
 
 
 def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values for each head of queries, in float32 at least."""
+    """Keys or values repeated for each head of queries, in float32 or wider."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
