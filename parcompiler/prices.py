@@ -91,11 +91,11 @@ def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCo
     found = costs(problem, divided, [stage.tensors for stage in lowered.stages])
     if not any(line.kind is Kind.GATHER_PARAMETERS for own in lowered.instructions for line in own):
         return found
-    moments = _ready(problem, divided, lowered)
+    moments = _ready_seconds(problem, divided, lowered)
     return tuple(replace(cost, ready=moment) for cost, moment in zip(found, moments, strict=True))
 
 
-def _ready(problem: Problem, plan: Plan, lowered: Lowered) -> Iterator[float]:
+def _ready_seconds(problem: Problem, plan: Plan, lowered: Lowered) -> Iterator[float]:
     """For each stage, the earliest start of its first forward, in seconds after the optimizer's
     step, with which the parameters of each block are gathered before the block runs."""
     seconds = collective_seconds(problem, lowered)

@@ -60,7 +60,7 @@ class RingAttention(torch.autograd.Function):
         total: Attended | None = None
         for step in range(n):
             arriving = rotate(pair) if step < n - 1 else None
-            seen = _seen(rank, (rank - step) % n, key.shape[-2], is_causal, zigzag)
+            seen = _visible(rank, (rank - step) % n, key.shape[-2], is_causal, zigzag)
             if seen is not None:
                 rows, keys, causal = seen
                 some = _unpacked(pair, key, value, keys)
@@ -86,7 +86,7 @@ class RingAttention(torch.autograd.Function):
         following: Arriving | None = None  # gradients of the keys that are here
         for step in range(n):
             arriving = rotate(pair) if step < n - 1 else None
-            seen = _seen(rank, (rank - step) % n, key.shape[-2], is_causal, zigzag)
+            seen = _visible(rank, (rank - step) % n, key.shape[-2], is_causal, zigzag)
             summand = _summand(gradients[0], saved, pair, of_query, seen, scale)
             if following is not None:
                 summand += following()
@@ -125,7 +125,7 @@ def _summand(
     return summand
 
 
-def _seen(rank: int, other: int, size: int, is_causal: bool, zigzag: bool) -> Seen | None:
+def _visible(rank: int, other: int, size: int, is_causal: bool, zigzag: bool) -> Seen | None:
     """The rows of a rank that attend to keys of one, and which of its `size` keys; None if none do.
 
     With zigzag, both chunks of rows attend to the earlier chunk of ranks before, and the later

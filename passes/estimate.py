@@ -66,12 +66,12 @@ def least_update(problem: Problem) -> float:
         shared = graph.vocabulary.tensors if graph.vocabulary else ()
         own = (item for item in graph.parameters if item.name not in shared)
         rows = vocabulary_rows(graph, mesh.pipeline * mesh.tensor) if shared else ()
-        return _sum(problem, own) / mesh.pipeline + _sum(problem, rows)
+        return _seconds_to_update(problem, own) / mesh.pipeline + _seconds_to_update(problem, rows)
 
     return problem.once(("least update", problem.graph.vocabulary is not None), find)
 
 
-def _sum(problem: Problem, tensors: Iterable[Parameter]) -> float:
+def _seconds_to_update(problem: Problem, tensors: Iterable[Parameter]) -> float:
     """Seconds of the optimizer's step for these tensors."""
     return sum(map(problem.update_seconds, tensors))
 
@@ -121,7 +121,7 @@ def costs(
     if tensors is None:
         every = _blocks(problem, plan)
         key = "stage costs", *decisions(plan)
-        return problem.once(key, lambda: _costs(problem, plan, _held(problem, plan, every)))
+        return problem.once(key, lambda: _costs(problem, plan, _tensors_read(problem, plan, every)))
     return _costs(problem, plan, tensors, lowered=True)
 
 
@@ -201,7 +201,7 @@ def _blocks(problem: Problem, plan: Plan) -> list[list[int]]:
     return [[index[name] for name in choice.blocks] for choice in plan.stages]
 
 
-def _held(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list[set[str]]:
+def _tensors_read(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list[set[str]]:
     """Names of the tensors that each stage reads; the first stage also holds unread ones."""
     cut = problem.under(plan).cut
     found = [{binding.name for b in own for binding in cut.blocks[b].tensors} for own in blocks]
@@ -212,7 +212,7 @@ def _held(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list
 def held(problem: Problem, plan: Plan) -> list[set[str]]:
     """Names of the tensors that each rank holds for its stages."""
     found: list[set[str]] = [set() for _ in range(plan.mesh.pipeline)]
-    every = _held(problem, plan, _blocks(problem, plan))
+    every = _tensors_read(problem, plan, _blocks(problem, plan))
     for rank, names in zip(outline(plan).placement, every, strict=True):
         found[rank] |= names
     return found
@@ -240,7 +240,7 @@ def _cost(
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
     own = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
     made = {name: problem.kept_bytes(problem.graph.by_name[name])[1] for name in own}
-    step = _sum(problem, tensors)
+    step = _seconds_to_update(problem, tensors)
     each = step if schedule.asynchronous else 0.0  # after every backward
     differentiable = problem.graph.differentiable
     bytes_of = Footprint(priced, blocks, differentiable, weights, beside, exchange)

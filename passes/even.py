@@ -1,10 +1,10 @@
 """The step of a schedule with perfectly even stages: a cheap estimate before any division.
 
-Even stages are the best case of every named schedule: uneven ones can only take longer. What the
-fullest rank takes longer because no block is cut is added, and the recomputation that memory
-forces, the latter as if blocks could be cut anywhere (`divide.relaxed`). A schedule whose even step
-is longer than a known step need not be divided. Blocks are the coarsest, usually layers; parts of
-layers are used only where layers are uneven, as in the stage pass.
+Even stages are the best case of every named schedule: uneven ones can only take longer. The fullest
+rank's extra seconds count too: those of whole blocks, or those of the recomputation that memory
+forces even if blocks could be cut anywhere (`divide.relaxed`). A schedule whose even step is longer
+than a known step need not be divided. Blocks are the coarsest, usually layers; parts of layers are
+used only where layers are uneven, as in the stage pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from parcompiler.timeline.candidate import timing_of_many
 TINY = 1e-9  # relative rounding error of a sum in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
 MANY = 4  # micro-batches per rank from which on uneven stages hardly gain, see `is_shared`
-UNEVEN = 0.99  # their step as a share of the even one, at least (0.992 in 180 random cases)
+UNEVEN = 0.99  # least step of uneven stages then, as a share of the even one (0.992 in 180 cases)
 STEADY = 3  # micro-batches per rank, after which all ranks have begun and none has ended
 FULL = 2  # micro-batches per rank with which every rank holds as much as with more
 SOON_FULL = ("1f1b", "zb-h1", "v-min")  # schedules for which one per rank is enough
@@ -83,7 +83,7 @@ def even_step(problem: Problem, plan: Plan) -> float:
     """
     key = _key("even", problem, plan)
     return problem.once(
-        key, lambda: min(_simulated(problem, plan, x) for x in _tried(problem, plan))
+        key, lambda: min(_simulated(problem, plan, x) for x in _even_stages(problem, plan))
     )
 
 
@@ -101,7 +101,7 @@ def shared_step(problem: Problem, plan: Plan) -> float:
         return even_step(problem, plan)
 
     def find() -> float:
-        packings = list(_tried(problem, plan))
+        packings = list(_even_stages(problem, plan))
         return max(even_step(problem, plan), min(_with_passes(problem, plan, x) for x in packings))
 
     return problem.once(_key("shared", problem, plan), find)
@@ -110,7 +110,7 @@ def shared_step(problem: Problem, plan: Plan) -> float:
 def busy_bound(problem: Problem, plan: Plan) -> float:
     """Lower bound of `even_step`, in seconds, without simulation: the work of the fullest rank,
     with the recomputation that memory forces."""
-    return min(packed.busy(problem, plan) for packed in _tried(problem, plan))
+    return min(packed.busy(problem, plan) for packed in _even_stages(problem, plan))
 
 
 def is_forced(problem: Problem, plan: Plan) -> bool:
@@ -143,7 +143,7 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
     return problem.once(_key("roomy bound", problem, plan), find)
 
 
-def _few(plan: Plan, rounds: int) -> Plan:
+def _with_few(plan: Plan, rounds: int) -> Plan:
     """The plan with about `rounds` micro-batches per rank, or fewer, and without the passes of a
     shared head, beside which stages hold more."""
     ranks, m, choice = plan.mesh.pipeline, plan.microbatches, plan.vocabulary
@@ -152,7 +152,7 @@ def _few(plan: Plan, rounds: int) -> Plan:
     return dataclasses.replace(plan, microbatches=few, vocabulary=choice)
 
 
-def _tried(problem: Problem, plan: Plan) -> Iterator[Packed]:
+def _even_stages(problem: Problem, plan: Plan) -> Iterator[Packed]:
     """Even stages at ever finer granularities, as far as the stage pass would try them."""
     for level in problem.levels:
         packed = _packed(problem, plan, level)
@@ -170,9 +170,9 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
     """The even stages at a granularity. Cached."""
 
     def find() -> Packed:
-        few = _few(plan, STEADY)
+        few = _with_few(plan, STEADY)
         rounds = 1 if plan.schedule in SOON_FULL else FULL
-        fullest = plan if plan.schedule == "gpipe" else _few(plan, rounds)  # gpipe holds all
+        fullest = plan if plan.schedule == "gpipe" else _with_few(plan, rounds)  # gpipe holds all
         trial = as_asked(problem, fullest, level)
         priced = problem.recomputing(level, trial.recompute or ())
         task = division_task(problem, trial, level)

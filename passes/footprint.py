@@ -202,8 +202,8 @@ class Footprint:
         return max(0, max(alive) - self.left) + self.exchange.forward(0)
 
     def first(self, kept: Mapping[str, int]) -> First:
-        """What differs in the first backward of a step, which allocates the gradients that stay:
-        `kept` are their bytes, by name."""
+        """Memory of the first backward of a step, which allocates the gradients that stay; `kept`
+        are their bytes, by name."""
         costs, own = self._costs, self._completed(kept)
         later = [min(size, cost.deferred_weights) for cost, size in zip(costs, own, strict=True)]
         now = [size - least for size, least in zip(own, later, strict=True)]
@@ -350,7 +350,7 @@ class Footprint:
 
     @property
     def waits(self) -> tuple[float, float]:
-        """Seconds of copies that no compute hides: behind the forward, and before the backward."""
+        """Seconds of copies that no compute hides: after the forward, and before the backward."""
         leaving = returning = 0.0
         for last in (k for k in self._offloaded if self._after(k, k) == k):
             later = range(last + 1, len(self.blocks))

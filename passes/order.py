@@ -50,14 +50,14 @@ class OrderPass(Pass):
 
     def _found(self, problem: Problem, plan: Plan, limits: Sequence[float]) -> SearchResult:
         """The best order of the stages in this memory."""
-        named = tuple(_named(plan))
+        named = tuple(_named_schedules(plan))
         return search(named, costs(problem, plan), messages(problem, plan), limits, self.effort)
 
     def _beside(self, problem: Problem, plan: Plan, spread: VocabularyCost) -> Plan:
         """The better of the plan's order and one found for the stages alone."""
         tried = [plan]
         with suppress(InfeasibleError):
-            found = self._found(problem, plan, list(_left(problem, plan, spread)))
+            found = self._found(problem, plan, list(_bytes_for_stages(problem, plan, spread)))
             tried.append(dataclasses.replace(plan, orders=found.schedule.cells()))
         steps = [estimate(problem, item) for item in tried]
         fitting = [k for k, step in enumerate(steps) if _fits(problem, step)]
@@ -72,7 +72,7 @@ def _fits(problem: Problem, step: Timing) -> bool:
     return all(peak <= size for peak, size in zip(step.peak_memory, problem.memories, strict=True))
 
 
-def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[float]:
+def _bytes_for_stages(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[float]:
     """Bytes of each rank that the vocabulary leaves for the stages. Their backwards wait for its
     passes, so that more micro-batches are in flight."""
     schedule, found = trunk(plan), costs(problem, plan)
@@ -83,7 +83,7 @@ def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[floa
         yield float(max(1, free))
 
 
-def _named(plan: Plan) -> Iterator[Schedule]:
+def _named_schedules(plan: Plan) -> Iterator[Schedule]:
     """The named schedules with the plan's number of stages, its own first."""
     placement = outline(plan).placement
     yield trunk(plan)

@@ -1,7 +1,7 @@
-"""Which blocks keep no activations: their backward runs their forward again.
+"""Choose the blocks that keep no activations: their backward runs their forward again.
 
     kept         F ──── all that its backward reads ────► B
-    selective    F ──── all but what is cheaply made ───► norms, gates .. B
+    selective    F ──── all but results of cheap ops ───► norms, gates .. B
     recomputed   F ──── its inputs ─────────────────────► F B
     offloaded    F ──── as selective, on the host ──────► norms, gates .. B
 

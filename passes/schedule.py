@@ -1,4 +1,4 @@
-"""Which schedule orders the micro-batches.
+"""Choose the schedule: the order in which each rank computes the micro-batches.
 
 "auto" divides the model under each schedule that may have the shortest step, and takes the plainest
 schedule that fits into memory and is at most `gain` slower than the fastest. (Among nearly equal
@@ -47,7 +47,7 @@ class SchedulePass(Pass):
     floor: Bounding = unbounded
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """The schedule asked for, or the fastest that fits, from which a search of orders starts.
+        """The requested schedule, or the fastest that fits, from which a search of orders starts.
 
         Raises InfeasibleError where no step can be shorter than the known one.
         """
@@ -59,18 +59,18 @@ class SchedulePass(Pass):
         return decided
 
     def _chosen(self, problem: Problem, plan: Plan) -> Plan:
-        """The schedule asked for, or the fastest."""
+        """The requested schedule, or the fastest."""
         wanted = problem.options.schedule
         if plan.schedule is not None:
             return plan
         if isinstance(wanted, Schedule):
-            return _given(plan, wanted)
+            return _with_own_schedule(plan, wanted)
         if wanted == "auto":
             return self._fastest(problem, plan)
         if wanted == "search":
             best = self._fastest(problem, plan)
             return dataclasses.replace(best, schedule=wanted, orders=trunk(best).cells())
-        return _named(plan, wanted, problem.options.virtual_stages)
+        return _with_named_schedule(plan, wanted, problem.options.virtual_stages)
 
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
         """The plainest candidate within the margin of the shortest, and all that were weighed."""
@@ -186,7 +186,7 @@ def _in_units(seconds: float) -> str:
 
 
 def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """The schedules that "auto" chooses from, with the number of stages asked for."""
+    """The schedules that "auto" chooses from, with the requested number of stages."""
     ranks, wanted, counts = (
         plan.mesh.pipeline,
         problem.options.virtual_stages,
@@ -196,24 +196,24 @@ def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
         wanted = len(counts) // ranks
     for name in CANDIDATES if ranks > 1 else CANDIDATES[:1]:
         with suppress(InputError):  # it cannot have that many stages on a rank
-            candidate = _named(plan, name, wanted)
+            candidate = _with_named_schedule(plan, name, wanted)
             if not isinstance(counts, tuple) or candidate.virtual_stages == wanted:
                 yield candidate
 
 
-def _named(plan: Plan, name: str, wanted: int) -> Plan:
+def _with_named_schedule(plan: Plan, name: str, wanted: int) -> Plan:
     """The plan with a named schedule. Raises InputError for stages that it cannot have."""
     virtual_stages = stages_per_rank(name, wanted)
     build(name, plan.mesh.pipeline, 1, virtual_stages)  # there may be thousands of micro-batches
     return dataclasses.replace(plan, schedule=name, virtual_stages=virtual_stages)
 
 
-def _given(plan: Plan, schedule: Schedule) -> Plan:
+def _with_own_schedule(plan: Plan, schedule: Schedule) -> Plan:
     """The plan with a user's own schedule."""
     virtual_stages = max(map(schedule.placement.count, range(schedule.ranks)))
     if schedule.name in SCHEDULES:
-        with suppress(InputError):  # it may not be what its name says
-            named = _named(plan, schedule.name, virtual_stages)
+        with suppress(InputError):  # its orders may not be those of its name
+            named = _with_named_schedule(plan, schedule.name, virtual_stages)
             if trunk(named) == schedule:
                 return named
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Which block runs on which pipeline stage.
+"""Divide the blocks into pipeline stages.
 
 Candidates are proposed by a solver (`divide/`), which minimises a formula of the step, by even
 stages, by greedy runs, and by moving single blocks; the timeline judges all of them. The solver
@@ -41,7 +41,7 @@ from parcompiler.solver import UndecidedError, relative_gap
 EFFORT = 100_000  # of `improve`: stages x (micro-batches + blocks), summed over simulated steps
 MAYBE = '. stages="auto" may find one that fits'
 FAR = 0.1  # share by which the solver may overstate the least memory when it refuses
-STEP = 0.005  # share of the memory by which the reserve grows at least, when a step does not fit
+STEP = 0.005  # least growth of the reserve when a step does not fit, as a share of the memory
 Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
 
 

@@ -1,4 +1,4 @@
-"""Whether embedding and head are on stages or spread over all ranks, and by which method.
+"""Choose whether embedding and head are on stages or spread over all ranks, and the method.
 
 "auto" completes the plan with every method and takes the shortest step that fits into memory, so
 that vocabulary and stages are decided together. Methods are ordered from the plainest; a later one
@@ -49,9 +49,9 @@ class VocabularyPass(Pass):
     others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """The method asked for, as far as the model has such layers, or the fastest that fits."""
+        """The requested method, as far as the model has such layers, or the fastest that fits."""
         if plan.mesh.pipeline == 1:
-            return plan if problem.options.vocabulary not in METHODS else _alone(problem, plan)
+            return plan if problem.options.vocabulary not in METHODS else _one_rank(problem, plan)
         choices = choices_for(problem)
         if len(choices) == 1:
             return dataclasses.replace(plan, vocabulary=choices[0])
@@ -110,7 +110,7 @@ def choices_for(problem: Problem) -> list[VocabularyChoice]:
     return list(_choices(methods, _spread(problem)))
 
 
-def _alone(problem: Problem, plan: Plan) -> Plan:
+def _one_rank(problem: Problem, plan: Plan) -> Plan:
     """The plan of one pipeline rank, with the reason why nothing is spread."""
     kept = (f"{problem.graph.name}: {ALONE}",)
     return dataclasses.replace(plan, vocabulary=VocabularyChoice("whole", kept=kept))
@@ -165,6 +165,6 @@ def _choices(methods: tuple[str, ...], spread: VocabularyChoice) -> Iterator[Voc
 
 
 def _asynchronous(problem: Problem) -> bool:
-    """Whether the schedule asked for updates parameters within the step, as PipeDream does."""
+    """Whether the requested schedule updates parameters within the step, as PipeDream does."""
     wanted = problem.options.schedule
     return wanted.asynchronous if isinstance(wanted, Schedule) else wanted == "pipedream"

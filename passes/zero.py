@@ -1,4 +1,4 @@
-"""The level of ZeRO, that is, what data ranks share out: the fastest level that fits in memory.
+"""Choose the level of ZeRO (what data ranks share out): the fastest level that fits in memory.
 
     level   a data rank keeps        exchanged in a step of m micro-batches
     0       everything               gradients: all-reduce, beside the last backward
@@ -93,14 +93,14 @@ def weighed(
     if lean.stages is None:
         return dataclasses.replace(lean, zero=0)
     try:
-        return _lowest(problem, at, lean, complete, bound, most)
+        return _best_level(problem, at, lean, complete, bound, most)
     except PlanError as error:
         if isinstance(error, InfeasibleError):
             raise
         return dataclasses.replace(lean, zero=0)  # an order never ends: the verifier says why
 
 
-def _lowest(
+def _best_level(
     problem: Problem,
     at: Mapping[int, Plan],
     lean: Plan,
@@ -114,7 +114,7 @@ def _lowest(
     if whole.fits:  # the highest levels have longer steps than the first
         shared = _is_slow(rank_problem, lean, whole) and share_of(rank_problem, lean, 1).fits
         return dataclasses.replace(lean, zero=int(shared))
-    shares = [_judged(rank_problem, lean, level) for level in at]
+    shares = [_share_with_step(rank_problem, lean, level) for level in at]
     enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - MARGIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
     best = None
@@ -149,7 +149,7 @@ def _lowest(
         step = step_of(local(problem, trial), trial)
         if best is None or step < (1 - GAIN) * best[0]:
             best = step, trial
-    if best is None or _least_of(problem, best[1]) >= most:
+    if best is None or _lower_bound(problem, best[1]) >= most:
         raise refusal or InfeasibleError(_too_long(most))
     return best[1]
 
@@ -165,7 +165,7 @@ def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
     return saved + late[0] - late[1] > MARGIN * whole.step
 
 
-def _judged(problem: Problem, plan: Plan, level: int) -> DataShare:
+def _share_with_step(problem: Problem, plan: Plan, level: int) -> DataShare:
     """`share_of` a plan whose level is open, with the step of `step_of`."""
     share = share_of(problem, plan, level)
     if level < 3 or not share.fits:
@@ -174,7 +174,7 @@ def _judged(problem: Problem, plan: Plan, level: int) -> DataShare:
     return dataclasses.replace(share, step=step, exposed=share.exposed + step - share.step)
 
 
-def _least_of(problem: Problem, plan: Plan) -> float:
+def _lower_bound(problem: Problem, plan: Plan) -> float:
     """Lower bound on a plan's step, in seconds: its compute, and the exchange of the mean rank."""
     rank_problem = local(problem, plan)
     return estimate(rank_problem, plan).step_time + least_exchange(rank_problem, plan)
@@ -199,7 +199,7 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
     action = "reduce-scatter" if level else "all-reduce"
     ranks = mesh.grid.replicas([0])
     key = "summed", problem.bucket, problem.options.data_updates, mesh.expert > 1
-    sizes = problem.graph.once(key, lambda: _summed(problem)).items()
+    sizes = problem.graph.once(key, lambda: _bucket_counts(problem)).items()
     each = (number * collective.joined(mesh, action, size, ranks) for size, number in sizes)
     sums = sum(each) / mesh.pipeline
     # the first rank ends with the first of its stages, whose blocks may run twice
@@ -209,7 +209,7 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
     return late
 
 
-def _summed(problem: Problem) -> Counter[int]:
+def _bucket_counts(problem: Problem) -> Counter[int]:
     """The number of buckets that all data ranks sum, by their bytes, without those of a vocabulary
     on all ranks."""
     shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
@@ -285,9 +285,9 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     so late that parameters gathered beside it come before they are read, if all buckets have equal
     parts in it."""
     m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
-    units = _units(problem, plan)
+    units = _unit_seconds(problem, plan)
     stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # equally long below 3
-    made, found = _made(problem, plan), []
+    made, found = _gradient_bytes(problem, plan), []
     for rank, own in enumerate(tensors(problem, plan)):
         bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
         count, sums, gathers = 0, 0.0, 0.0
@@ -311,7 +311,7 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
         waits = max(gathers / count, gathers * part - mine[0].forward * (1 - 1 / count))
         waits = max(0.0, waits - sum(cost.forward for cost in stages[:first]))
         seconds = sums + gathers
-        late = max(sums / count, _behind(problem, plan, rank, sums, made, stages)) + waits
+        late = max(sums / count, _late_sums(problem, plan, rank, sums, made, stages)) + waits
         if level >= 2:
             compute = sum(cost.forward + cost.backward for cost in mine)
             seconds += (m - 1) * sums
@@ -323,7 +323,7 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     return found
 
 
-def _made(problem: Problem, plan: Plan) -> list[int]:
+def _gradient_bytes(problem: Problem, plan: Plan) -> list[int]:
     """Bytes of the gradients that the blocks of each stage make."""
     items = (item for item in problem.graph.parameters if item.trainable)
     trained = {item.name: item.summed_nbytes() for item in items}
@@ -334,7 +334,7 @@ def _made(problem: Problem, plan: Plan) -> list[int]:
     return [sum(sizes[name] for name in choice.blocks) for choice in plan.stages or ()]
 
 
-def _behind(
+def _late_sums(
     problem: Problem,
     plan: Plan,
     rank: int,
@@ -367,7 +367,7 @@ def _behind(
     return end - later
 
 
-def _units(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:
+def _unit_seconds(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:
     """By rank, the seconds in which the parameters of each of its blocks are gathered, and the
     gradients scattered; empty below level 3."""
     found: list[list[tuple[float, float]]] = [[] for _ in range(plan.mesh.pipeline)]

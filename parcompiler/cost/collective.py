@@ -166,7 +166,7 @@ def carried(link: Link, nbytes: float, device: Device) -> float:
 
 
 def whole(action: str, sent: float, n: int) -> float:
-    """Bytes of the whole value of a collective, from what each of `n` ranks sends."""
+    """Bytes of the whole value of a collective, from the bytes that each of `n` ranks sends."""
     return sent / SENT[action](1.0, n)
 
 

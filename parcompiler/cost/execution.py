@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
 
 @dataclass
 class Boundary:
-    """Stand-ins for what a block reads from outside, and the leaves of its backward."""
+    """Stand-ins for the values that a block reads from outside, and the leaves of its backward."""
 
     received: dict[fx.Node, Any] = field(default_factory=dict)
     parameters: dict[fx.Node, Any] = field(default_factory=dict)

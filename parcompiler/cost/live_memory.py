@@ -1,7 +1,7 @@
 """The live memory of a block, counted while it runs on tensors without data.
 
     live        the storages that operators made and that still exist; views share one
-    variables   those of them that only variables of the emitted forward hold
+    variables   those of them that variables of the emitted forward hold, if nothing is saved
     saved       those that autograd keeps from the forward to the backward
 
 The backward begins and ends as in a pipeline stage, so that it frees what it has used: the

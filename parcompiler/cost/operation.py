@@ -140,10 +140,10 @@ def describe(
         name=label(target),
         kind=kind,
         flops=flops,
-        nbytes=float(_moved(name, consumed, produced)),
+        nbytes=float(_bytes_moved(name, consumed, produced)),
         dtype=dtype.to_real() if dtype.is_complex else dtype,
         products=products_of(name, args, produced[0]) if compute is not None else (),
-        done=_seen(target, args, kwargs) if kind == "attention" else 1.0,
+        done=_unmasked_share(target, args, kwargs) if kind == "attention" else 1.0,
     )
 
 
@@ -159,7 +159,7 @@ def label(target: Any) -> str:
     return str(getattr(target, "__qualname__", type(target).__name__))
 
 
-def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> int:
+def _bytes_moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> int:
     """Bytes of inputs that are read and of outputs that are written; of tables only used rows."""
     written = sum(map(nbytes, produced))
     if name in UPDATERS:
@@ -200,7 +200,7 @@ def _attention_backward(
     return 2.0 * rows * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _seen(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+def _unmasked_share(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
     """The share of the scores that a causal mask, which starts at the first row and key, keeps."""
     if not isinstance(target, torch._ops.OpOverload):
         return 1.0

@@ -32,7 +32,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     )
     updates = plan.updates or ALL_REDUCE
     apart = tied if level < 2 else ()  # their gradients are never in pieces
-    unsummed = _alone(graph, plan) | {item.name for item in apart}
+    unsummed = _unshared(graph, plan) | {item.name for item in apart}
     reduced = buckets(graph, stages, unsummed, lists, everywhere)
     if updates.separate:
         kind = Kind.AVERAGE_PARAMETERS if updates.way == "local" else Kind.PUSH_PULL
@@ -69,7 +69,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     )
 
 
-def _alone(graph: Graph, plan: Plan) -> set[str]:
+def _unshared(graph: Graph, plan: Plan) -> set[str]:
     """The tensors that each data rank has alone: their gradients need no sum."""
     data, same = plan.mesh.replicas, plan.mesh.replicas // plan.mesh.expert
     return {item.name for item in graph.parameters if (same if item.experts else data) == 1}

@@ -79,7 +79,7 @@ def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]
     if not rows:
         message = "a schedule has a row for each rank (0 found)"
         raise InputError(message)
-    found, shared = _found(rows)
+    found, shared = _cells_of(rows)
     placement = _placement(found, len(rows))
     _check_complete(found, len(placement))
     _check_order(found)
@@ -99,7 +99,7 @@ def _rows(text: str) -> list[list[str]]:
     return rows
 
 
-def _found(
+def _cells_of(
     rows: Sequence[Sequence[str]],
 ) -> tuple[dict[Action, CsvCell], list[dict[Action, CsvCell]]]:
     """The cell of every action of a stage, and by row the cells of the actions of the head."""

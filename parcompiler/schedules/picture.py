@@ -18,7 +18,7 @@ Done = tuple[Kind, int, int]  # an action that has ended; backwards that stages 
 
 
 def picture(placement: Sequence[int], orders: Orders) -> str:
-    """One line per rank; the bare orders where ranks would wait for each other for ever."""
+    """One line per rank; the bare orders if ranks would deadlock."""
     several = len(placement) > len(orders)
     labels = [[a.cell if several else str(a) for a in order] for order in orders]
     spans = _spans(len(placement), orders)

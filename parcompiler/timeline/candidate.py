@@ -82,7 +82,7 @@ def timing_of_many(
 ) -> Timing:
     """`timing` of `at(microbatches)`, without its spans; faster where the order repeats itself. The
     peaks are those of the parts that were run."""
-    few = _few(at, microbatches)
+    few = _fewer_microbatches(at, microbatches)
     if few is not None:
         timed = _timed(at(few), costs, messages, vocabulary)
         found = timed.run_many(microbatches)
@@ -98,7 +98,7 @@ def step_time(
     at: Schedules, microbatches: int, costs: Sequence[StageCost], messages: Sequence[Message]
 ) -> float:
     """The seconds of `timing_of_many` alone, which is faster; without shared layers."""
-    few = _few(at, microbatches)
+    few = _fewer_microbatches(at, microbatches)
     if few is not None:
         found = _timed(at(few), costs, messages).run_many(microbatches)
         if found is not None:
@@ -106,7 +106,7 @@ def step_time(
     return _timed(at(microbatches), costs, messages).run().last
 
 
-def _few(at: Schedules, microbatches: int) -> int | None:
+def _fewer_microbatches(at: Schedules, microbatches: int) -> int | None:
     """A smaller number of micro-batches from which the step of `microbatches` follows, if any."""
     ranks = at(1).ranks
     rounds = rounds_to_spare(ranks, microbatches)
@@ -180,7 +180,7 @@ def _timed(
     messages: Sequence[Message],
     vocabulary: VocabularyCost | None = None,
 ) -> TimedOrder:
-    """A schedule with these costs. Raises PlanError when ranks wait for each other for ever."""
+    """A schedule with these costs. Raises PlanError if ranks deadlock."""
     placement, orders = schedule.placement, schedule.orders
     _check(placement, costs, messages)
     has_head = any(action.kind in HEAD for order in orders for action in order)
@@ -260,7 +260,7 @@ def _check(
 
 
 def _check_end(orders: Orders, stuck: Sequence[tuple[int, int]]) -> None:
-    """Raise PlanError, naming the actions at which ranks wait for ever."""
+    """Raise PlanError, naming the actions at which ranks deadlock, if any."""
     if stuck:
         first = f"the schedule never ends: {len(stuck)} of its {len(orders)} ranks wait"
         where = (f"  * rank {rank} at {orders[rank][k].cell}" for rank, k in stuck)

@@ -7,7 +7,7 @@
 
 No collective holds up a rank, but all ranks must begin them in one order: that of the rank that
 gives x. Each rank has them in this order as early as it can, after its own contribution. So that x
-never waits for an embedding, these go along with an S (vocab-2; F and B of the head are on L):
+never waits for an embedding, these go along with an S (vocab-2; L is the rank that gives x):
 
     rank L   F3 x3 │ B1 │ EMBED e5, e5 │ T2 │ S3 │ EXCHANGE 3, x3.grad, e1.grad │ F4 x4
     rank r      x3 │ F5 │ EMBED e5, e5 │ T2 │ S3 │ EXCHANGE 3, x3.grad, e1.grad, x4 │ B2
@@ -129,7 +129,7 @@ def placed(
         for order in orders
     ]
     return [
-        list(_merged(order, [_own(line, end, rank, placement) for line in common]))
+        list(_merged(order, [_on_rank(line, end, rank, placement) for line in common]))
         for rank, (order, end) in enumerate(zip(orders, ends, strict=True))
     ]
 
@@ -173,7 +173,7 @@ def _sequence(
                 yield _Line(Collective("e.grad", k, i), None, one, last=True)
 
 
-def _own(
+def _on_rank(
     line: _Line, end: Action | None, rank: int, placement: Sequence[int]
 ) -> tuple[Collective, Action | None]:
     """A collective with the action that it follows on a rank (None: no action). `end` is the action

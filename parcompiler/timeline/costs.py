@@ -144,7 +144,7 @@ class Made:
                 more, new = first.input_more, first.gradients - first.later
             case Kind.BACKWARD_WEIGHT:
                 more, new = first.weight_more, first.later
-            case Kind.BACKWARD:  # behind a first part
+            case Kind.BACKWARD:  # after a first part
                 more, new = taken + first.later, first.later
             case _:
                 return taken, given
@@ -227,7 +227,7 @@ def optimizer_seconds(
 ) -> list[float]:
     """Seconds of the optimizer's step on each rank; stage j is on rank `placement[j]`.
 
-    It begins when all sums of gradients are there: norms and checks of them wait for all ranks.
+    It begins when all sums of gradients have ended: norms and checks of them wait for all ranks.
     """
     shared = 0.0 if vocabulary is None else vocabulary.step
     found = [shared] * (1 + max(placement))

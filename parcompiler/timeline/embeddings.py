@@ -59,8 +59,8 @@ def with_embeddings(
     if layers.source is None:
         gradients = _gradients(layers.users, spans)
         return inserted(orders, found, sorted([*lookups, *gradients], key=lambda m: m[0]))
-    front, first = _in_front(orders, found, lookups)
-    behind, tail = _behind(placement, orders, layers)
+    front, first = _lookups_before(orders, found, lookups)
+    behind, tail = _gradients_after(placement, orders, layers)
     return [
         [*_anchored(order, own, front, first, behind), *tail]
         for order, own in zip(orders, found, strict=True)
@@ -96,7 +96,7 @@ def _gradients(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[M
                 yield end + AFTER, Action(Kind.EMBED_BACKWARD, k, action.microbatch)
 
 
-def _in_front(
+def _lookups_before(
     orders: Sequence[Sequence[Action]],
     spans: Sequence[Sequence[Span]],
     lookups: Sequence[Moment],
@@ -119,7 +119,7 @@ def _in_front(
     return front, first
 
 
-def _behind(
+def _gradients_after(
     placement: Sequence[int], orders: Sequence[Sequence[Action]], layers: SharedLayers
 ) -> tuple[dict[Action, list[Action]], list[Action]]:
     """The gradients of lookups after each T, and those at the end."""

@@ -35,7 +35,7 @@ from parcompiler.timeline.memory import (
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks, ordered
 from parcompiler.timeline.steady import RepeatingOrder
 
-PLACE = {  # both backwards give what other stages wait for, so they share a place
+PLACE = {  # other stages wait for both of the backwards that share a place
     Kind.FORWARD: 0,
     Kind.BACKWARD: 1,
     Kind.BACKWARD_INPUT: 1,
@@ -224,10 +224,10 @@ class OrderWalk:
         rank 1   BACKWARD stage 1 mb 1 │ RECV x mb 3 from 0   [1] first the receive: it only posts,
                  FORWARD stage 1 mb 2 ...                         before what runs there
 
-    A collective of all ranks is written on each rank at its place, and holds none up. Ranks that
-    wait for each other for ever (`stuck`: rank and position) are written in their order all the
-    same: the verifier says what is wrong. `spans` are start and end of each action; `basis` is the
-    walk by which some actions of these orders were placed.
+    A collective of all ranks is written on each rank at its place, and holds none up. Deadlocked
+    ranks (`stuck`: rank and position) are still written in their order: the verifier reports the
+    fault. `spans` are start and end of each action; `basis` is the walk by which some actions of
+    these orders were placed.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class OrderWalk:
 
     @property
     def stuck(self) -> list[tuple[int, int]]:
-        """The ranks that wait for ever, each with the position in its order at which it stops."""
+        """The deadlocked ranks, each with the position in its order at which it stops."""
         return self.events.stuck
 
     @cached_property

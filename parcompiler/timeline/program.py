@@ -27,7 +27,7 @@ from parcompiler.timeline.memory import (
 )
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
 
-WORK = COMPUTE | HEAD | EMBEDDING  # what a rank is busy with
+WORK = COMPUTE | HEAD | EMBEDDING  # instructions that occupy a rank
 GATHER = Kind.GATHER_PARAMETERS
 ENDS = (BEHIND | {Kind.SHARE_LOSS}) - {GATHER}  # collectives that are waited for
 GROUP = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.EXCHANGE})  # collectives of the vocabulary
@@ -95,7 +95,7 @@ class ProgramTasks:
         return what
 
     def check(self, programs: Sequence[Sequence[Instruction]], moments: Moments) -> None:
-        """Raise PlanError, naming what each rank waits for, if some wait for ever."""
+        """Raise PlanError, naming what each rank waits for, if ranks deadlock."""
         stuck = dict(self._stuck(programs, moments))
         if stuck:
             first = f"the program never ends: {len(stuck)} of its {len(programs)} ranks wait"

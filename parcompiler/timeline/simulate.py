@@ -80,7 +80,7 @@ class TaskPrices:
         return self.costs[what.stage].seconds(what.kind)
 
     def size(self, what: Exchange) -> int:
-        """Bytes of a message, or of what a collective leaves on a rank."""
+        """Bytes of a message, or of the result of a collective on a rank."""
         if isinstance(what, Ready):
             return 0
         if isinstance(what, Instruction) and what.kind is Kind.UNSHARD:

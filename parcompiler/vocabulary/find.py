@@ -104,7 +104,7 @@ class _Matching:
         self.whole: dict[str, str] = {}
 
     def match(self) -> VocabularyMatch:
-        """The layers that remain when no reason speaks against them."""
+        """The layers whose tables have no reason to stay whole."""
         lookups = [item for node in self.graph.fx_graph.nodes for item in self._lookup(node)]
         head = self._head({item.weight for item in lookups})
         names = [item.weight for item in lookups] + ([head.weight] if head else [])

@@ -112,7 +112,7 @@ def divide(
     others: list[tuple[int, ...]] = []
     least: float | None = None
     if task.each > 1:
-        best, least = _moved(task, others), 0.0
+        best, least = _several_stages_each(task, others), 0.0
     else:
         runs = fastest_runs(task)
         best = runs and runs[0]
@@ -136,7 +136,7 @@ def divide(
     return StageDivision(stage_of, status, seconds, bound, gap, tried, twice)
 
 
-def _moved(task: DivisionTask, tried: list[tuple[int, ...]]) -> StagesTwice | None:
+def _several_stages_each(task: DivisionTask, tried: list[tuple[int, ...]]) -> StagesTwice | None:
     """The best of some good runs, and the blocks that must run twice in it; adds all to `tried`."""
     given = tuple(task.loads), tuple(task.flows), tuple(task.placement), task.microbatches
     free = _unlimited(*given)

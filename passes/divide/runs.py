@@ -157,7 +157,7 @@ def fastest_runs(task: DivisionTask) -> tuple[StagesTwice, int] | None:
     the units of the step; None when none fit. Of equals, the runs with the most even stages."""
     runs, further = BlockRuns(task), task.further
     known: dict[tuple[object, ...], Choice | None] = {}
-    rest, slowest = _behind(task)
+    rest, slowest = _bounds_of_rest(task)
 
     def choice(j: int, a: int, b: int) -> Choice | None:
         run, rank = runs(a, b), task.placement[j]
@@ -208,7 +208,7 @@ def fastest_runs(task: DivisionTask) -> tuple[StagesTwice, int] | None:
     return None
 
 
-def _behind(task: DivisionTask) -> tuple[list[list[int]], list[list[int]]]:
+def _bounds_of_rest(task: DivisionTask) -> tuple[list[list[int]], list[list[int]]]:
     """Lower bounds by stage and block, for this and all later blocks on the stages after this one:
     the sum of their units, and the units of the slowest rank."""
     rests, slowest = [], []
@@ -259,7 +259,7 @@ def _even_runs(
 ) -> tuple[int, ...]:
     """Uncached body of `even_runs`, of blocks without bytes."""
     task = DivisionTask(loads, flows, placement, 1, (), ())
-    seconds, slowest = BlockRuns(task).seconds, _behind(task)[1]
+    seconds, slowest = BlockRuns(task).seconds, _bounds_of_rest(task)[1]
 
     def search(cap: float) -> list[_Label]:
         def weigh(j: int, a: int, b: int) -> float | None:

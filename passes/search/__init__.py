@@ -105,7 +105,7 @@ def search(
         raise _refusal(
             SearchTask(start[0].placement, tuple(costs), tuple(messages), tuple(limits), m)
         )
-    best = _named(start, tasks)
+    best = _best_given(start, tasks)
     bounds = [_improve(task, start, best, effort / len(tasks)) for task in tasks]
     schedule = best.schedule if best.words is None else merged(*best.words)
     if schedule is None:
@@ -133,7 +133,7 @@ def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:
         raise InputError(message)
 
 
-def _named(start: Sequence[Schedule], tasks: Sequence[SearchTask]) -> _Incumbent:
+def _best_given(start: Sequence[Schedule], tasks: Sequence[SearchTask]) -> _Incumbent:
     """The shortest given schedule that fits in memory."""
     best = _Incumbent()
     for task in tasks:

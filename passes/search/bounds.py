@@ -3,7 +3,7 @@
     rank 0  F0 F1 F2 .. .. .. B0 ...
     rank 1  .. F0 F1 F2 .. B0 ...                  [1] head: before the first forward of the rank
             [1]|<-- way -->|                       [2] way: from a forward to its backward
-    rank 2  .. .. F0 F1 B0 ...           [3]       [3] tail: behind the last backward of the rank
+    rank 2  .. .. F0 F1 B0 ...           [3]       [3] tail: after the last backward of the rank
 
 All work of a rank stands between its head and its tail. At most as many forwards precede its first
 backward as fit in memory, and no more backwards follow its last forward. Each micro-batch takes

@@ -8,8 +8,8 @@ Given       strategies  of each node (`spmd.strategies`), with seconds of arithm
             conversions between the types of a value and of its readers, with seconds of their
                         collectives, forward and backward
             parameters  with the bytes of their states, and the seconds of their updates
-Decide      a strategy of each node, a placement of each parameter; blocks of one template decide
-            alike, and count by their number (`templates`)
+Decide      a strategy of each node, a placement of each parameter; blocks of one template share
+            them, with seconds and bytes times the number of blocks (`templates`)
 Minimize    seconds of a micro-batch, with its part of the update
 Subject to  values are converted where maker and reader differ
             a parameter is in pieces only where all its readers take the same pieces

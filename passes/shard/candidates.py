@@ -1,9 +1,9 @@
 """The strategies of each node that the programme may choose, and the nodes decided together.
 
 Nodes that only rename memory (views, items of several results) follow the node that makes the
-value, where nothing is lost by that: nothing else reads the value or their result, and they have
-one strategy for each type of the value. All other nodes are decided separately, and the values that
-they read may be converted.
+value, where nothing is lost by that: they are the only reader of the value, their result has one
+reader, and they have one strategy for each type of the value. All other nodes are decided
+separately, and the values that they read may be converted.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def build(
         lambda: _ProgrammeBuilder(candidates, pins, saved).form(),
     )
     tensors = (
-        _held(tensor, types, states, candidates.costs.n, part)
+        _tensor_decision(tensor, types, states, candidates.costs.n, part)
         for tensor, types in form.tensors.items()
     )
     decisions = *form.groups, *tensors, Decision("loss", (0.0,), (0.0,))
@@ -127,7 +127,7 @@ def build(
     return BuiltProgramme(programme, candidates.groups, form.tensors, in_flight)
 
 
-def _held(
+def _tensor_decision(
     tensor: TensorGroup,
     types: Sequence[Placement],
     states: Mapping[str, StateCost],
