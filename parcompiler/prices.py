@@ -86,13 +86,13 @@ def simulate_lowered(
 
 
 def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCost, ...]:
-    """Seconds and bytes of one micro-batch on each lowered stage, which may be a unit of one."""
+    """Seconds and bytes of one micro-batch on each lowered stage, which may be a unit."""
     divided = replace(plan, stages=lowered.choices)
-    found = costs(problem, divided, [stage.tensors for stage in lowered.stages])
+    stages = costs(problem, divided, [stage.tensors for stage in lowered.stages])
     if not any(line.kind is Kind.GATHER_PARAMETERS for own in lowered.instructions for line in own):
-        return found
+        return stages
     moments = _ready_seconds(problem, divided, lowered)
-    return tuple(replace(cost, ready=moment) for cost, moment in zip(found, moments, strict=True))
+    return tuple(replace(cost, ready=moment) for cost, moment in zip(stages, moments, strict=True))
 
 
 def _ready_seconds(problem: Problem, plan: Plan, lowered: Lowered) -> Iterator[float]:

@@ -103,9 +103,9 @@ def plainest(
             continue
         complete = _completing(named, passes, bound, observer)
         with suppress(InfeasibleError, InputError):
-            found = complete(begun, enough)
-            if step_of(named, found) <= enough and plainness(found) < plainness(best):
-                best = found
+            plainer_plan = complete(begun, enough)
+            if step_of(named, plainer_plan) <= enough and plainness(plainer_plan) < plainness(best):
+                best = plainer_plan
     if best is plan:
         return plan
     weighed = tuple(
@@ -250,9 +250,9 @@ def _completing(
                 elif not (is_plain or best.recompute):
                     if trial.offload or not _is_tight(problem, best, seconds):
                         continue
-                found = decided(trial, min(below, worth))
-                if best is None or step_of(problem, found) <= worth:
-                    best = found
+                finished = decided(trial, min(below, worth))
+                if best is None or step_of(problem, finished) <= worth:
+                    best = finished
             except InfeasibleError as error:
                 refusal = error if is_plain else refusal
             except PlanError:  # an order that never ends: the verifier says why

@@ -38,10 +38,10 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
         everywhere, stages = vocabulary_cost(problem, plan), costs(problem, plan)
         what = stages, messages(problem, plan), everywhere
         if plan.orders is not None:
-            found = replace(timing(planned(plan), *what), spans=())
+            result = replace(timing(planned(plan), *what), spans=())
         else:
-            found = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
-        return replace(found, step_time=found.step_time + _update(plan, stages, everywhere))
+            result = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
+        return replace(result, step_time=result.step_time + _update(plan, stages, everywhere))
 
     return problem.once(("estimate", *decisions(plan)), find)
 

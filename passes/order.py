@@ -42,11 +42,11 @@ class OrderPass(Pass):
         spread = vocabulary_cost(problem, plan)
         if spread is not None:
             return self._beside(problem, plan, spread)
-        found = self._found(problem, plan, list(map(float, problem.memories)))
+        result = self._found(problem, plan, list(map(float, problem.memories)))
         update = update_seconds(problem, plan)
-        seconds, bound = found.step_time + update, found.bound + update
-        solution = Solution(found.status, seconds, bound, relative_gap(seconds, bound))
-        return dataclasses.replace(plan, orders=found.schedule.cells(), search=solution)
+        seconds, bound = result.step_time + update, result.bound + update
+        solution = Solution(result.status, seconds, bound, relative_gap(seconds, bound))
+        return dataclasses.replace(plan, orders=result.schedule.cells(), search=solution)
 
     def _found(self, problem: Problem, plan: Plan, limits: Sequence[float]) -> SearchResult:
         """The best order of the stages in this memory."""
@@ -57,8 +57,8 @@ class OrderPass(Pass):
         """The better of the plan's order and one found for the stages alone."""
         tried = [plan]
         with suppress(InfeasibleError):
-            found = self._found(problem, plan, list(_bytes_for_stages(problem, plan, spread)))
-            tried.append(dataclasses.replace(plan, orders=found.schedule.cells()))
+            result = self._found(problem, plan, list(_bytes_for_stages(problem, plan, spread)))
+            tried.append(dataclasses.replace(plan, orders=result.schedule.cells()))
         steps = [estimate(problem, item) for item in tried]
         fitting = [k for k, step in enumerate(steps) if _fits(problem, step)]
         best = min(fitting, key=lambda k: steps[k].step_time, default=0)

@@ -63,7 +63,7 @@ class StagePass(Pass):
         """Divide into stages, and recompute what the user asked for or what memory forces.
 
         Cached, because the schedule pass asks for the same divisions. Raises InfeasibleError where
-        none fits, or none found is shorter than the known step.
+        none fits, or no division is shorter than the known step.
         """
         if plan.stages is not None:
             return plan
@@ -76,13 +76,13 @@ class StagePass(Pass):
         if self.below <= least.get(key, 0.0):
             raise InfeasibleError(_too_long(self.below))
         try:
-            found = problem.once(key, lambda: self._computed(problem, plan))
+            divided = problem.once(key, lambda: self._computed(problem, plan))
         except InfeasibleError:
             if problem.options.zero == "auto" and self.below < math.inf:
                 least[key] = max(self.below, least.get(key, 0.0))
             raise
         names = "granularity", "sent", "stages", "recompute", "solution"
-        return dataclasses.replace(plan, **{name: getattr(found, name) for name in names})
+        return dataclasses.replace(plan, **{name: getattr(divided, name) for name in names})
 
     def _computed(self, problem: Problem, plan: Plan) -> Plan:
         """Uncached body of `run`."""
@@ -450,8 +450,8 @@ def _forced(
 def _priced(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> StageDivision:
     """A division into these stages, with the seconds of the solver's formula."""
     data, order = data_under(problem, plan, level), outline(plan)
-    found = evaluate(*data, stage_of, order.placement, plan.microbatches, held(plan))
-    return StageDivision(tuple(stage_of), "given", found.objective, 0.0, 1.0)
+    evaluation = evaluate(*data, stage_of, order.placement, plan.microbatches, held(plan))
+    return StageDivision(tuple(stage_of), "given", evaluation.objective, 0.0, 1.0)
 
 
 def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> StageDivision:
@@ -507,8 +507,8 @@ def _solution(division: StageDivision) -> Solution:
 
 def _decided(problem: Problem, plan: Plan, level: int, division: StageDivision) -> Plan:
     """The plan with a division."""
-    found = placed(problem, plan, level, division.stage_of)
-    return dataclasses.replace(found, solution=_solution(division))
+    placed_plan = placed(problem, plan, level, division.stage_of)
+    return dataclasses.replace(placed_plan, solution=_solution(division))
 
 
 def placed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Plan:

@@ -130,14 +130,14 @@ def _scheduled(plan: Plan, decided: Plan) -> Plan:
 def _spread(problem: Problem) -> VocabularyChoice:
     """The layers that can be spread, and which stay whole and why, without a method."""
     ranks = problem.mesh.pipeline * problem.mesh.tensor
-    found = find(problem.graph, ranks)
-    kept, several = found.kept, _read_by_several(problem, found)
-    if problem.options.vocabulary in METHODS and found == VocabularyMatch():
+    match = find(problem.graph, ranks)
+    kept, several = match.kept, _read_by_several(problem, match)
+    if problem.options.vocabulary in METHODS and match == VocabularyMatch():
         kept = (f"{problem.graph.name}: {NOTHING}",)
-    head = found.head.weight if found.head else None
+    head = match.head.weight if match.head else None
     return VocabularyChoice(
         method="",
-        lookups=tuple(name for name in found.tables if name not in several),
+        lookups=tuple(name for name in match.tables if name not in several),
         head=None if head in several else head,
         kept=(*kept, *(f"{name}: several layers read its rows" for name in several)),
     )

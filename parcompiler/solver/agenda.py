@@ -102,10 +102,10 @@ def agree(agenda: Agenda, *, effort: float = EFFORT) -> Agreement:
     if status == cp_model.UNKNOWN:
         raise UndecidedError(effort, bound)
     values = tuple(int(solver.value(begin)) for begin in begins)
-    found = int(solver.value(makespan))
+    last_end = int(solver.value(makespan))
     if status == cp_model.OPTIMAL:
-        return Agreement("optimal", found, found, values)
-    return Agreement("feasible", found, min(bound, found), values)
+        return Agreement("optimal", last_end, last_end, values)
+    return Agreement("feasible", last_end, min(bound, last_end), values)
 
 
 def _model(

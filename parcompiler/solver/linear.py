@@ -289,12 +289,12 @@ def _exact(
     if status == cp_model.UNKNOWN:
         raise UndecidedError(effort, bound)
     values = tuple(int(solver.value(variable)) for variable in variables)
-    found = value_of(model, values)
+    reached = value_of(model, values)
     if status == cp_model.OPTIMAL:
         return SolverResult(
-            "optimal", found, min(bound, found) if objective.error else found, values
+            "optimal", reached, min(bound, reached) if objective.error else reached, values
         )
-    return SolverResult("feasible", found, min(bound, found), values)
+    return SolverResult("feasible", reached, min(bound, reached), values)
 
 
 def run(

@@ -85,10 +85,10 @@ def timing_of_many(
     few = _fewer_microbatches(at, microbatches)
     if few is not None:
         timed = _timed(at(few), costs, messages, vocabulary)
-        found = timed.run_many(microbatches)
-        if found is not None:
-            most = zip(*starmap(timed.peaks, found[1]), strict=True)
-            return Timing(found[0], tuple(map(max, most)), ())
+        result = timed.run_many(microbatches)
+        if result is not None:
+            most = zip(*starmap(timed.peaks, result[1]), strict=True)
+            return Timing(result[0], tuple(map(max, most)), ())
     timed = _timed(at(microbatches), costs, messages, vocabulary)
     moments = timed.run()
     return Timing(moments.last, timed.peaks(moments), ())
@@ -100,9 +100,9 @@ def step_time(
     """The seconds of `timing_of_many` alone, which is faster; without shared layers."""
     few = _fewer_microbatches(at, microbatches)
     if few is not None:
-        found = _timed(at(few), costs, messages).run_many(microbatches)
-        if found is not None:
-            return found[0]
+        result = _timed(at(few), costs, messages).run_many(microbatches)
+        if result is not None:
+            return result[0]
     return _timed(at(microbatches), costs, messages).run().last
 
 

@@ -126,9 +126,9 @@ def _shift(
         moved.append((i, at[i]))
         book.move(i, j - 1 + side)
         if stay:
-            found = measure(book)
-            if found < best:
-                best, kept = found, len(moved)
+            measured = measure(book)
+            if measured < best:
+                best, kept = measured, len(moved)
     while len(moved) > kept:
         book.move(*moved.pop())
     return best

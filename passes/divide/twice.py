@@ -110,10 +110,10 @@ def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
     weight = 1 + sum(kind.blocks for kind in kinds)
     model.minimize([(weight * (k.again or 0) + 1, n[t]) for t, k in enumerate(kinds)])
     try:
-        found = solve(model, relax=True)
+        solution = solve(model, relax=True)
     except InfeasibleError:
         return None
-    counts = tuple(int(found[variable]) for variable in n)
+    counts = tuple(int(solution[variable]) for variable in n)
     return Choice(sum(n * (k.again or 0) for n, k in zip(counts, kinds, strict=True)), counts)
 
 

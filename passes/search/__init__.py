@@ -139,10 +139,10 @@ def _best_given(start: Sequence[Schedule], tasks: Sequence[SearchTask]) -> _Incu
     for task in tasks:
         for schedule in start:
             if schedule.placement == task.placement:
-                found = timing(schedule, task.costs, task.messages)
-                fits = all(a <= b for a, b in zip(found.peak_memory, task.limits, strict=True))
-                if fits and found.step_time < best.step_time:
-                    best.step_time, best.schedule = found.step_time, schedule
+                timed = timing(schedule, task.costs, task.messages)
+                fits = all(a <= b for a, b in zip(timed.peak_memory, task.limits, strict=True))
+                if fits and timed.step_time < best.step_time:
+                    best.step_time, best.schedule = timed.step_time, schedule
     return best
 
 

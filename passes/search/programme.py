@@ -42,16 +42,16 @@ def prove(task: SearchTask, best: Walked, effort: float) -> tuple[list[Word] | N
     draft = _draft(task, best)
     agenda = draft.agenda
     try:
-        found = agree(agenda, effort=effort)
+        agreement = agree(agenda, effort=effort)
     except InfeasibleError:  # nothing is better by a unit
         return None, best.step_time - draft.unit
     except UndecidedError as undecided:
         return None, undecided.bound * draft.unit
     words = [
-        sorted(word, key=lambda code: (found.begins[draft.number[code]], _place(task, code)))
+        sorted(word, key=lambda code: (agreement.begins[draft.number[code]], _place(task, code)))
         for word in best.words
     ]
-    return words, found.bound * draft.unit
+    return words, agreement.bound * draft.unit
 
 
 def _place(task: SearchTask, code: int) -> tuple[int, int]:

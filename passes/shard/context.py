@@ -81,9 +81,9 @@ def _decided(problem: Problem) -> Sharding:
     costs = ShardCosts(graph, problem.slowest_device, mesh.context, "context", mesh.tensor)
     candidates = Candidates(fold(graph), costs)
     built = build(candidates, pins, {}, None)
-    found = sharding(candidates, built, decide(built.programme), stages=1)
-    templates = tuple(dataclasses.replace(item, tensors=()) for item in found.templates)
-    return dataclasses.replace(found, templates=templates, solution=None, memory=None)
+    best = sharding(candidates, built, decide(built.programme), stages=1)
+    templates = tuple(dataclasses.replace(item, tensors=()) for item in best.templates)
+    return dataclasses.replace(best, templates=templates, solution=None, memory=None)
 
 
 def positions(graph: Graph) -> int:
