@@ -1,15 +1,16 @@
-"""What ranks compare with each other, so that none goes on alone or computes something else.
+"""Checks that all ranks agree, so that none continues alone or computes something else.
 
     at the start           the program, and the scripts and weights of the exported folder
     before a call          training or evaluation, the number of micro-batches, digests of batches
     before the first call  the order of what compiled layers exchange
-    after every loading    the weights that several ranks must have alike:
+    after loading weights  the tensors of which several ranks have copies:
         data ranks             at the same pipeline and tensor coordinate: all tensors
         tensor ranks           of one group: the tensors of which each has the whole
         pipeline ranks         tied tensors
 
-Each rank gives one number for each of these; only where some differ are all tensors named. Later
-no weights are compared: statistics of batch norms differ between data ranks, as their batches do.
+Ranks compare one digest for each of these, and exchange the digests of single tensors only where it
+differs. Weights are not compared again later: statistics of batch norms differ between data ranks,
+as their batches do.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def check_programs(program: RankProgram, files: Fingerprint, channels: Channels)
 
 
 class WorkerCall(NamedTuple):
-    """The call that a rank is about to begin, which the others hear of before anything else.
+    """The call that a rank is about to begin; ranks exchange it before anything else.
 
-    `microbatches` is 0 where it refuses its batch, `digest` where batches are not compared.
+    `microbatches` is 0 if the rank refuses its batch, `digest` is 0 if batches are not compared.
     """
 
     training: int  # 1, and 0 in an evaluation
@@ -73,7 +74,7 @@ def difference_of_calls(program: RankProgram, calls: Sequence[WorkerCall]) -> st
 
 
 def difference_of_batches(program: RankProgram, digests: Sequence[int]) -> str:
-    """Which ranks of a batch were given different ones; empty where they agree."""
+    """Which ranks that share a batch were given different ones; empty if none."""
     for rank, digest in enumerate(digests):
         data = program.grid.batch_of(program.grid.coordinate(rank).data)
         first = program.grid.leaders[data]
@@ -86,15 +87,15 @@ def difference_of_batches(program: RankProgram, digests: Sequence[int]) -> str:
 
 
 def digest_of_batch(microbatches: Sequence[Mapping[str, torch.Tensor]]) -> int:
-    """A number of 60 bits that equal micro-batches have in common, and others do not."""
+    """A 60-bit digest of micro-batches: names, dtypes, shapes and bytes."""
     named = (entry for batch in microbatches for entry in batch.items())
     return combined((f"{n} {t.dtype} {tuple(t.shape)}", digest_of([t])) for n, t in named)
 
 
 def check_exchanges(program: RankProgram, calls: Sequence[str], channels: Channels) -> None:
-    """Raise LaunchError on every rank unless all ranks at each pipeline coordinate, which run the
-    same layers, exchange in the same order within these: `calls`. They would wait for each other
-    else. A collective of all ranks."""
+    """Raise LaunchError on every rank unless the ranks at each pipeline coordinate, which run the
+    same layers, make the same collective `calls` in the same order; else they would deadlock. A
+    collective of all ranks."""
     grid = program.grid
     ranks = channels.gather_numbers(combined((call, None) for call in calls))
     firsts = [grid.rank(grid.coordinate(rank).pipeline) for rank in range(grid.size)]
@@ -115,10 +116,10 @@ def check_exchanges(program: RankProgram, calls: Sequence[str], channels: Channe
 def difference_of_weights(
     program: RankProgram, tensors: Mapping[str, Sequence[torch.Tensor]], channels: Channels
 ) -> str:
-    """Which ranks have other values than they must, the same text on all; empty where they agree.
+    """Which ranks' copies of tensors differ, the same text on all ranks; empty where they agree.
 
-    `tensors` are those of this rank under each name: a parameter, and its master if it has one.
-    A collective of all ranks.
+    `tensors` has this rank's tensors by name: a parameter, and its master if it has one. A
+    collective of all ranks.
     """
     if program.data == program.tensor == 1 and not program.tied:
         return ""
@@ -143,8 +144,8 @@ def difference_of_weights(
 
 
 def _sets(program: RankProgram, names: Iterable[str]) -> list[list[str]]:
-    """The sets of names that `_pairs` numbers: all tensors but experts, those of which every rank
-    has the whole, all tensors, and each tied one by itself."""
+    """The sets of names that `_pairs` numbers: all tensors but experts, those that every rank has
+    whole, all tensors, and each tied one by itself."""
     ordered = sorted(names)
     whole = [n for n in ordered if _is_whole(program, n)]
     everywhere = [n for n in ordered if n not in program.experts]
@@ -152,7 +153,7 @@ def _sets(program: RankProgram, names: Iterable[str]) -> list[list[str]]:
 
 
 def _pairs(program: RankProgram) -> Iterator[tuple[int, int, int]]:
-    """The number of a set of names, and two ranks that must have the same values of these."""
+    """Index of a set of `_sets`, and two ranks whose values of its tensors must be equal."""
     grid = program.grid
     for rank in range(grid.size):
         at = grid.coordinate(rank)
@@ -181,13 +182,13 @@ def _is_compared(program: RankProgram, name: str) -> bool:
 
 
 def combined(numbers: Iterable[tuple[str, int | None]]) -> int:
-    """A number of 60 bits for the numbers of several tensors by name."""
+    """A 60-bit digest of the digests of several tensors by name."""
     text = json.dumps([*numbers])
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """A number of 60 bits for the bytes of some tensors, wherever and however these lie."""
+    """A 60-bit digest of the bytes of some tensors, whatever their device and strides."""
     digest = hashlib.sha256()
     for tensor in tensors:
         raw = in_memory(tensor.detach().cpu())

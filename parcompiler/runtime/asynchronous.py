@@ -10,11 +10,11 @@ The first rank of each data row has the weights, the states of the optimizer, an
 the server of the row (Dean et al. 2012, Downpour SGD). [1] The server of rank 0 decides in which
 order the steps of the data ranks count, and tells the others, so that all rows and stages have one
 order: a version of the weights is that of the whole model, and tensor ranks and tied tensors agree.
-[2] A gradient is applied to whatever the weights are by then, with the options that its rank's
-optimizer has now. [3] A data rank gets the weights behind its own update, unless it is more than
-`staleness` steps ahead of the slowest: then behind the update that makes it wait no longer (Ho et
-al. 2013, stale synchronous parallel). So everything follows from the order of arrivals, which is
-recorded: one process can repeat a run to the bit.
+[2] A gradient is applied to the weights as they are then, with the options of its rank's optimizer.
+[3] A data rank gets the weights after its own update or, if it is more than `staleness` steps ahead
+of the slowest, after the update that brings it back within that bound (Ho et al. 2013, stale
+synchronous parallel). So everything follows from the order of arrivals, which is recorded: one
+process can repeat a run to the bit.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from parcompiler.runtime.mixed_precision import Masters, wide_dtype
 from parcompiler.runtime.program import RankProgram
 
 GRACE = 2.0  # s that threads have to end
-POLL = 0.2  # s between two looks at whether the run has failed
+POLL = 0.2  # s between two checks whether the run has failed
 SETTLED = -1  # in the record: all data ranks get the weights as they are
-END = -1  # in the messages of servers: nobody steps any more
+END = -1  # in the messages of servers: no data rank steps any more
 BELL, ORDER, HEADER, GRADIENT, WEIGHTS = range(10, 15)  # tags
-GOES_ON, LEAVES = 1, 0  # what a bell says
+GOES_ON, LEAVES = 1, 0  # contents of a bell
 
 
 class Serving:
-    """The steps of one rank, over its trained parameters by name; `masters` are those of a server.
+    """The steps of one rank through the servers.
 
-    `record` has the data ranks in the order in which their steps counted, on rank 0.
+    `parameters` are the trained ones, by name; `masters` are used by a server. On rank 0 `record`
+    lists the data ranks in the order of their steps.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Serving:
     def step_by(
         self, make: Callable[[], torch.optim.Optimizer], user: torch.optim.Optimizer
     ) -> None:
-        """Let the server step by an optimizer of its own, whose states and hooks are those of the
+        """Let the server step with its own optimizer, which shares states and hooks with the
         user's."""
         self._options = [*_places(user)]  # before schedulers add theirs
         if self._serves:
@@ -106,8 +107,8 @@ class Serving:
             self._stepper._optimizer_step_post_hooks = user._optimizer_step_post_hooks
 
     def exchange(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> None:
-        """Give the server the gradients of a step, times `factor` in a 16-bit program, with the
-        options of this rank's optimizer; then wait for the weights."""
+        """Send the server the gradients of a step, which it multiplies by `factor` in a 16-bit
+        program, and the options of this rank's optimizer; then wait for the weights."""
         message = [self._header(optimizer, factor), *self._flat(self._gradients())]
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -129,7 +130,7 @@ class Serving:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Give all data ranks the weights as they are, once all have come here. A collective."""
+        """Once all ranks are here, give all data ranks the current weights. A collective."""
         self._channels.gather_numbers(0)
         if self._serves:
             self._masters.write()
@@ -141,8 +142,9 @@ class Serving:
             self.record.append(SETTLED)
 
     def finish(self) -> str:
-        """Take no more steps; a server goes on until no data rank does, or the run has failed.
-        Returns what is wrong: that for too long none has stepped, and some are not closed."""
+        """Take no more steps; a server goes on until all data ranks are finished, or the run has
+        failed. Returns an error text if none has stepped for too long though some are not
+        closed."""
         if self._channels.is_first and not self._watch.cause:
             self._ring(LEAVES)
         made, since = sum(self._clocks), time.monotonic()
@@ -159,15 +161,15 @@ class Serving:
         return ""
 
     def abandon(self) -> None:
-        """End the threads of a worker that nobody has closed: one that still receives when the
-        interpreter ends would abort the process."""
+        """End the threads of a worker that was not closed: a thread that still receives when Python
+        exits would abort the process."""
         self._channels.abort()
         for thread in (self._thread, *self._listeners):
             if thread.is_alive():
                 thread.join(GRACE)
 
     def _await_release(self) -> None:
-        """Wait for the server of this rank. Raises what it failed with, or why the run has."""
+        """Wait for this rank's server. Raises its error, or the cause of the run's failure."""
         while True:
             try:
                 error = self._released.get(timeout=POLL)
@@ -180,13 +182,13 @@ class Serving:
             return
 
     def restore(self, _: str, record: torch.Tensor) -> None:
-        """Go on from a record."""
+        """Continue from the record of a checkpoint."""
         self.record = array("h", record.tolist())
 
     # Run by threads.
 
     def _listen(self, r: int) -> None:
-        """Pass on the bell of a data rank."""
+        """Queue the bells of data rank `r`."""
         try:
             bell = torch.full((1,), GOES_ON)
             while int(bell) == GOES_ON:
@@ -197,7 +199,7 @@ class Serving:
 
     @torch.no_grad()
     def _serve(self) -> None:
-        """Update by one data rank after another."""
+        """Apply the updates of one data rank after another."""
         try:
             for r in self._arriving():
                 self._update(r)
@@ -228,12 +230,13 @@ class Serving:
         self._tell(END)
 
     def _tell(self, number: int) -> None:
-        """Tell the other servers."""
+        """Send the other servers a data rank, SETTLED or END."""
         for rank in self._servers[1:]:
             self._channels.send_beside(torch.tensor([number]), rank, ORDER)
 
     def _update(self, r: int) -> None:
-        """A step by the gradients of a data rank, and weights for those that wait for it."""
+        """Step with the gradients of data rank `r`; send weights to the data ranks that this
+        releases."""
         if r == 0:
             message = self._own.get()
         else:
@@ -271,13 +274,14 @@ class Serving:
         }
 
     def _header(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> torch.Tensor:
-        """The factor, which parameters have gradients, and the numbers of the optimizer."""
+        """The factor, flags of parameters with gradients, and the numeric options of the
+        optimizer."""
         present = [float(p.grad is not None) for p in self._parameters.values()]
         numbers = [_number(optimizer.param_groups[k], key) for k, key in self._options]
         return torch.tensor([float(factor), *present, *numbers], dtype=torch.float64)
 
     def _take(self, message: Sequence[torch.Tensor]) -> None:
-        """Give masters the gradients of a message, and the optimizer of the server its options."""
+        """Set gradients of masters and options of the server's optimizer from a message."""
         factor, *numbers = message[0].tolist()
         present, options = numbers[: len(self._parameters)], numbers[len(self._parameters) :]
         pieces = self._pieces(message[1:])
@@ -298,7 +302,7 @@ class Serving:
         return [flattened(same).cpu() for same in by_dtype]
 
     def _pieces(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of `_flat` again, by name."""
+        """Inverse of `_flat`: the tensors by name."""
         found = dict[str, torch.Tensor]()
         for dtype, flat in zip(self._dtypes, flats, strict=True):
             same = {n: p.detach() for n, p in self._parameters.items() if p.dtype == dtype}
@@ -308,12 +312,12 @@ class Serving:
 
     @torch.no_grad()
     def _fill(self, weights: Sequence[torch.Tensor]) -> None:
-        """Fill the parameters."""
+        """Copy received weights into the parameters."""
         for name, piece in self._pieces(weights).items():
             self._parameters[name].copy_(piece)
 
     def _ring(self, bell: int) -> None:
-        """Tell rank 0 of a step of this data rank, or that there are no more."""
+        """Tell rank 0 that this data rank has made a step, or makes no more."""
         if self._leads:
             self._bells.put((0, bell))
         else:
@@ -321,7 +325,7 @@ class Serving:
 
 
 def released(clocks: Sequence[int], waiting: set[int], staleness: int) -> list[int]:
-    """The data ranks that get weights now, which do not wait any more.
+    """Take the data ranks that may go on (within `staleness` of the slowest) out of `waiting`.
 
     >>> waiting = {0, 1}
     >>> released([3, 1, 0], waiting, 2), waiting
@@ -333,7 +337,7 @@ def released(clocks: Sequence[int], waiting: set[int], staleness: int) -> list[i
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """A step without gradients, as a scheduler wants to see one; hooks are the server's."""
+    """An empty optimizer step, which schedulers expect; hooks run on the server only."""
     before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
@@ -345,7 +349,7 @@ def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Any]]:
-    """Where the numbers among the options of an optimizer stand: group and key."""
+    """Group and key of each numeric option of an optimizer."""
     for k, group in enumerate(optimizer.param_groups):
         for key in sorted(group.keys() - {"params"}):
             value = group[key]
@@ -360,12 +364,12 @@ def _is_number(value: object) -> bool:
 
 
 def _number(group: Mapping[str, Any], key: Any) -> float:
-    """One of these numbers."""
+    """The numeric option at a key of `_places`."""
     return float(group[key[0]][key[1]] if isinstance(key, tuple) else group[key])
 
 
 def _set(group: dict[str, Any], key: Any, number: float) -> None:
-    """Set one of these numbers."""
+    """Set the numeric option at a key of `_places`."""
     if isinstance(key, tuple):
         name, k = key
         group[name] = (*group[name][:k], number, *group[name][k + 1 :])

@@ -4,8 +4,8 @@
     pipeline 1   rank 2 ═══ rank 3     tensors and run the same text
 
 Emitted layers reach their group by `current(name)` ("tensor", "context" or "expert"); the worker
-makes it current while it builds and runs them. Operands are left as they are, and results are new
-tensors. While a collective of a backward runs, so do the products that linear layers have left (see
+makes it current while it builds and runs them. Collectives leave operands unchanged and return new
+tensors. Products that linear layers have deferred run beside the collectives of a backward (see
 `deferred`).
 """
 
@@ -54,10 +54,10 @@ def piece(size: int) -> int:
 
 @dataclass(slots=True)
 class Axis:
-    """A group of `size` ranks, of which this is number `rank` and computes on `device`.
+    """A group of `size` ranks, in which this one has number `rank` and computes on `device`.
 
-    While `more` backwards of the step follow, gradients of parameters are summed up on the rank
-    alone: in `summands`, by the id of the parameter. `beside` is called while a collective runs.
+    While `more` backwards of the step follow, gradients of parameters are accumulated locally, in
+    `summands`, by the id of the parameter. `beside` is called while a collective runs.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Axis:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, this group is the current one along its axis."""
+        """In this context, this group is the current one along its axis."""
         token = _active.set({**_active.get(), self.name: self})
         try:
             yield
@@ -84,8 +84,8 @@ class Axis:
 
     @contextmanager
     def expecting(self, more: bool, beside: Callable[[], object] | None = None) -> Iterator[None]:
-        """Around a backward, after which `more` of the step follow or not; `beside` is what runs
-        while its collectives do."""
+        """In this context a backward runs; `more` says whether others of the step follow, and
+        `beside` is called while its collectives run."""
         self.more, self.beside = more, beside
         try:
             yield
@@ -97,8 +97,8 @@ class Axis:
         return self._reduced(summand, dist.ReduceOp.SUM)
 
     def all_reduce_at_last(self, key: int, summand: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the ranks of all summands of a step; None before the last backward. Those of
-        16 bits are added up in float32."""
+        """The sum over the ranks of all summands of a step; None before the last backward. 16-bit
+        summands are added in float32."""
         total = summand.to(torch.float32) if summand.dtype.itemsize == 2 else summand
         if (before := self.summands.pop(key, None)) is not None:
             total = before + total
@@ -112,7 +112,7 @@ class Axis:
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def all_gather(self, part: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """The whole of the pieces of all ranks."""
+        """The whole tensor, from the pieces of all ranks."""
         longest = shard.length(self.size, 0)
         if missing := longest - part.shape[shard.dim]:
             shape = [missing if dim == shard.dim else size for dim, size in enumerate(part.shape)]
@@ -159,7 +159,7 @@ class Axis:
         return source.join([x.view(shape) for x, shape in zip(received, shapes, strict=True)])
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """The rows that all ranks send to this one, by rank; of its own go `sent` to each."""
+        """All-to-all of rows: `sent[r]` of this rank's go to rank r, `received[r]` come from it."""
         rows = in_memory(rows)
         arriving = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(
@@ -169,8 +169,8 @@ class Axis:
         return arriving
 
     def rotate(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to send a row of numbers to the next rank, and the last one's to the first; what is
-        returned waits for that of the rank before."""
+        """Start sending a row of numbers to the next rank, from the last to the first; the returned
+        function waits for the previous rank's row."""
         arriving, n = torch.empty_like(row), self.size
         received, sent = (
             [row.numel() * (rank == (self.rank + step) % n) for rank in range(n)]
@@ -187,7 +187,7 @@ class Axis:
         return wait
 
     def rotated(self, row: torch.Tensor) -> torch.Tensor:
-        """The row of numbers of the rank before."""
+        """The previous rank's row of numbers."""
         return self.rotate(row)()
 
     def agreed(self, number: int) -> int:
@@ -209,13 +209,12 @@ class Axis:
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as its memory reads: in the order of its dimensions, and conjugated where torch
-    has left that to its readers."""
+    """The tensor contiguous in memory, with a lazy conjugation carried out."""
     return tensor.resolve_conj().contiguous()
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with real numbers: backends send no complex ones."""
+    """A real view of a tensor, as backends cannot send complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -225,7 +224,7 @@ def flattened(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def unflattened(flat: torch.Tensor, like: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that were flattened: views of `flat` in the forms of those in `like`."""
+    """Inverse of `flattened`: views of `flat` with the shapes of those in `like`."""
     begin = 0
     for tensor in like:
         end = begin + real(tensor).numel()
@@ -237,5 +236,5 @@ def unflattened(flat: torch.Tensor, like: Iterable[torch.Tensor]) -> Iterator[to
 
 
 def wire(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor in a dtype that backends know."""
+    """A view of a tensor in a dtype that backends support."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else real(tensor)

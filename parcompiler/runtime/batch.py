@@ -19,7 +19,7 @@ from parcompiler.runtime.program import PLAIN, Input, RankProgram
 def microbatches(
     program: RankProgram, batch: object, *, fewer: bool = False
 ) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each micro-batch by the names that stages know.
+    """The tensors of each micro-batch, by input name.
 
     `fewer` allows a batch of fewer micro-batches than a step has, which is evaluated. Raises
     InputError when a key is missing or unknown, a dtype or shape is not the one that the model was
@@ -43,7 +43,7 @@ def microbatches(
 
 
 def check_modes(device: torch.device, *, training: bool) -> None:
-    """Refuse modes of the caller in which other numbers come out than were compiled."""
+    """Refuse modes of torch, set by the caller, that would change results or forbid training."""
     if torch.is_autocast_enabled(device.type):
         message = (
             "a program computes in its own precision: call it outside of torch.autocast, and "
@@ -56,9 +56,9 @@ def check_modes(device: torch.device, *, training: bool) -> None:
 
 
 def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, object], int]:
-    """The tensors of a batch for predictions by key, and how many samples it has: any number.
+    """The tensors of a batch for predictions by key, and its number of samples, which may be any.
 
-    What no kept output depends on, such as labels, may be missing. Raises InputError as
+    Inputs that no kept output depends on, such as labels, may be missing. Raises InputError as
     `microbatches` does, and where inputs have different numbers of samples.
     """
     leaves = dict(_leaves(batch))
@@ -91,7 +91,7 @@ def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, obj
 
 
 def _check_shared(spec: Input, tensor: object, count: int) -> None:
-    """Refuse what all rows share where it is neither one row nor one for each micro-batch."""
+    """Refuse a shared input that has neither one row nor one for each of `count` micro-batches."""
     shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
     if shape not in ((1, *spec.shape[1:]), (count, *spec.shape[1:])):
         message = (
@@ -104,8 +104,8 @@ def _check_shared(spec: Input, tensor: object, count: int) -> None:
 def padded(
     program: RankProgram, leaves: Mapping[str, object], count: int
 ) -> list[dict[str, torch.Tensor]]:
-    """`count` micro-batches of the tensors that `samples_of_batch` returns: repeats of the last
-    sample behind all others, and zeros for what is missing."""
+    """`count` micro-batches of the tensors that `samples_of_batch` returns: padded with repeats of
+    the last sample, and with zeros for missing inputs."""
     batch: dict[str, torch.Tensor] = {}
     for name, spec in program.inputs.items():
         tensor, rows = leaves.get(spec.key), spec.shape[0] if spec.shape else 0
@@ -126,13 +126,13 @@ def padded(
 def _cut(
     program: RankProgram, batch: Mapping[str, object], count: int
 ) -> list[dict[str, torch.Tensor]]:
-    """The tensors of `count` micro-batches by name, from those of a batch, which are checked."""
+    """Check the tensors of a batch, and cut them into `count` micro-batches."""
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for name, spec in program.inputs.items():
         tensor = batch[name]
         _check_tensor(spec, tensor, program, count)
         assert isinstance(tensor, torch.Tensor)
-        # Of a tensor that was made in inference mode autograd keeps nothing for a backward.
+        # Autograd cannot save a tensor made in inference mode for the backward.
         tensor = tensor.to(spec.dtype, copy=tensor.is_inference())
         rows = spec.shape[0] if spec.shape else 0
         for i, piece in enumerate(pieces):
@@ -141,8 +141,8 @@ def _cut(
 
 
 def _count(program: RankProgram, leaves: Mapping[str, object]) -> int:
-    """How many micro-batches a batch has, by its first tensor with a multiple of a micro-batch's
-    rows; as many as a step has where there is none."""
+    """The number of micro-batches in a batch, by its first tensor with a multiple of a
+    micro-batch's rows; if there is none, the number in a step."""
     for spec in program.inputs.values():
         tensor = leaves[spec.key]
         if spec.shape and isinstance(tensor, torch.Tensor) and tensor.ndim:
@@ -155,8 +155,8 @@ def _count(program: RankProgram, leaves: Mapping[str, object]) -> int:
 def _leaves(batch: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Every leaf of a batch with its key, as `capture` names them: `ids`, `0`, `images.1`.
 
-    Arguments by position have numbers, those of a named tuple too. Inside of one, a named tuple
-    has the names of its fields, as all that is registered with torch's pytrees (dataclasses).
+    Arguments by position have numbers, those of a named tuple too. Below the top level a named
+    tuple has its field names, as has all that is registered with torch's pytrees (dataclasses).
     """
     items: list[tuple[str, Any]]
     by_name = bool(prefix) and hasattr(batch, "_fields")
@@ -194,7 +194,7 @@ def _check_keys(
 ) -> None:
     """Refuse missing tensors, and values that the model was compiled without.
 
-    Constants of the compiled inputs may stand in the batch or not, with the values that they had.
+    Constants of the compiled inputs may be in the batch, with unchanged values.
     """
     needed = ", ".join(sorted(wanted)) or "nothing"
     missing = sorted(wanted - leaves.keys())

@@ -1,4 +1,4 @@
-"""A piece of a tensor as a box: where it begins along every dimension, and how far it reaches.
+"""A piece of a tensor as a box: its offset and size in every dimension.
 
 >>> one, two = Box((0, 2), (4, 3)), Box((3, 0), (2, 4))
 >>> str(one.overlap(two))
@@ -32,7 +32,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box:
-        """What lies in both; a size is 0 where they have nothing in common."""
+        """The intersection; a size is 0 where they have nothing in common."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends(), other._ends())
         return Box(begins, tuple(max(0, end - b) for b, end in zip(begins, ends, strict=True)))

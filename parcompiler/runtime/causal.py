@@ -1,12 +1,12 @@
-"""Causal attention of some rows of a sequence, whose keys and values are at hand up to their last.
+"""Causal attention of some rows of a sequence, given keys and values up to the last of them.
 
     keys       0 ─────────── start ──── start + rows ─────── end
     rows       all of the earlier │ own, causal     │ not read
 
-A mask over all keys would shut out the kernels that skip what no row attends to. On the CPU rows
-attend to the earlier keys and to their own in two calls, whose results are merged (see `ring`). The
-backward takes as many keys at a time as a chunk has rows, `SPAN` at least, whose gradients take
-little memory. On accelerators one call does it, with a mask that is no tensor
+A mask over all keys would rule out the kernels that skip keys to which no row attends. On the CPU
+rows attend to the earlier keys and to their own in two calls, whose results are merged (see
+`ring`). The backward takes keys in spans of a chunk's rows, at least `SPAN`, so that their
+gradients take little memory. On accelerators one call does it, with a mask that is not stored
 (`causal_lower_right`). `ring_attention` needs no more than the rank's own keys and values.
 """
 
@@ -24,7 +24,7 @@ from parcompiler.pieces import Shard
 from parcompiler.ring import BACKWARD, FORWARD, RingAttention, has_kernel, lowered, merge, widened
 from parcompiler.runtime.axis import current
 
-SPAN = 256  # keys: fewer in a call of the backward take longer in all
+SPAN = 256  # keys; shorter spans make the backward slower in total
 
 
 def attention_of_rows(
@@ -37,7 +37,7 @@ def attention_of_rows(
     **more: Any,
 ) -> torch.Tensor:
     """Causal attention of this rank's rows of queries [..., rows here, e]; keys and values are
-    whole. What no row attends to is left out, unless dropout draws for all of it."""
+    whole. Keys to which no row attends are skipped, unless dropout must draw for all."""
     group, rows, keys = current(axis), query.shape[-2], key.shape[-2]
     spans = Shard(0, (rows * group.size,), zigzag).spans(group.size, group.rank)
     if more.get("dropout_p"):
@@ -59,7 +59,7 @@ def ring_attention(
     axis: str = "tensor",
 ) -> torch.Tensor:
     """Attention of this rank's rows of queries [b, heads, rows here, e] to the keys and values of
-    all ranks, of which each has its own rows, and perhaps fewer heads."""
+    all ranks; each rank holds its own rows of them, perhaps with fewer heads."""
     group = current(axis)
     rows = (x if x.stride(-1) == 1 else x.contiguous() for x in lowered(query, key, value))
     settings = (group.rank, group.size), group.rotate, is_causal, zigzag, scale
@@ -70,7 +70,8 @@ def ring_attention(
 def causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], **more: Any
 ) -> torch.Tensor:
-    """Attention of chunks of rows of a sequence, of one size, that start there."""
+    """Causal attention of equal chunks of query rows, which begin at rows `starts` of the
+    sequence."""
     if query.device.type == "cpu" and has_kernel(query, key, value):
         operands = lowered(query, key, value)
         merged: torch.Tensor = _Merged.apply(*operands, starts, more.get("scale"))  # type: ignore[no-untyped-call]
@@ -85,14 +86,14 @@ def causal(
 
 
 def _lower_right(rows: int, keys: int) -> Any:
-    """The mask that is no tensor. Outside of modes (layers that are traced to be compiled, counters
-    of FLOPs), within which torch cannot make a tensor of its class."""
+    """The lower-right causal mask, made outside of dispatch modes (tracing of compiled layers, FLOP
+    counters), in which torch cannot make a tensor of its class."""
     with _disable_current_modes():
         return causal_lower_right(rows, keys)
 
 
 class _Merged(torch.autograd.Function):
-    """Each chunk of rows with the keys before it, and with its own."""
+    """Attention of each chunk of rows to the keys before it and to its own, merged."""
 
     @staticmethod
     def forward(
@@ -135,8 +136,8 @@ class _Merged(torch.autograd.Function):
 
 
 def _spans(start: int, size: int, most: int | None = None) -> Iterator[tuple[slice, bool]]:
-    """The keys that rows from `start` read, earlier ones at `most` so many at once, and whether
-    they read those causally."""
+    """Spans of the keys that `size` rows from `start` read, at `most` that many earlier keys in
+    one, and whether a span is causal."""
     step = most or max(1, start)
     for begin in range(0, start, step):
         yield slice(begin, min(begin + step, start)), False

@@ -5,8 +5,8 @@
 
 Gloo keeps the two directions apart itself, and one group of all ranks serves all messages: every
 group more would cost it a thread, and wake-ups for messages that could be handled together.
-A message is known by the order on its channel, so both ends must agree on shape, dtype and order;
-the verifier has proved that before anything starts.
+A message is identified by its order on its channel, so both ends must agree on shape, dtype and
+order; the verifier has proved that before anything starts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from parcompiler.runtime.program import RankProgram, Value
 # NCCL only their order counts. No rank sends a message with the last tag.
 TRAINING, EVALUATION, _NO_INSTRUCTION, _NEVER_SENT = range(4)
 FOREVER = timedelta(days=365)  # for messages that may come when a user likes
-FEW_NUMBERS = 6  # that ranks tell each other at once
+FEW_NUMBERS = 6  # in the first row of `gather_numbers`
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
 
 
@@ -73,7 +73,7 @@ class Channels:
         self._to: dict[int, dist.ProcessGroup] = {}  # by peer
         self._from: dict[int, dist.ProcessGroup] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self.axes: dict[str, Axis] = {}  # what layers exchange with, where an axis has others
+        self.axes: dict[str, Axis] = {}  # groups of layers, for axes of several ranks
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
         self._queue: CollectiveQueue | None = None  # of its collectives
         self._beside: dist.ProcessGroup | None = None  # all ranks, for messages to servers
@@ -122,16 +122,16 @@ class Channels:
             self.axes[name] = Axis(rank, count, group, self.device, name=name)
 
     def _own_group(self, sets: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
-        """This rank's group, of those that all ranks make of disjoint sets of ranks."""
+        """Make a group of each of some disjoint sets of ranks; the one that this rank is in."""
         groups = [self._group(ranks) for ranks in sets]
         return next(group for group in groups if group is not None)
 
     def _open_direction(self, source: int, target: int) -> None:
-        """Make the direction from one rank to another if this rank is at an end of it.
+        """Open the channel from `source` to `target` if this rank is one of them.
 
-        A first message goes through it here, where all ranks make directions in one order: NCCL
-        connects two ranks when both have come to their first message, and the host of each waits
-        for that. Within a step, whose lists begin differently, ranks could wait in a circle.
+        A first message goes through it here, where all ranks open channels in one order: NCCL
+        connects two ranks at their first message, which blocks both hosts. Within a step, where
+        lists begin differently, ranks could deadlock.
         """
         if not self._by_gloo:
             group = self._group((source, target))
@@ -147,7 +147,7 @@ class Channels:
                 dist.recv(first, source, group, _NO_INSTRUCTION)
 
     def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
-        """Start sending `value` in its order in memory; the tensor is kept until it is out."""
+        """Start sending `value` in its memory order; the tensor is kept until it is sent."""
         tensor = in_memory(tensor.permute(value.order) if value.order else tensor)
         pending = self._pending[peer]
         while pending and (len(pending) >= MOST_PENDING or pending[0][0].is_completed()):
@@ -167,7 +167,7 @@ class Channels:
         return Receipt(buffer, work)
 
     def flush(self) -> None:
-        """Wait until everything is out."""
+        """Wait until everything is sent."""
         for pending in self._pending.values():
             while pending:
                 pending.popleft()[0].wait()
@@ -175,7 +175,7 @@ class Channels:
             self._queue.flush()
 
     def broadcast_value(self, tensor: torch.Tensor | None, value: Value, source: int) -> Pending:
-        """Give all ranks of the vocabulary the `tensor` of the rank `source`."""
+        """Broadcast `tensor` from rank `source` to all ranks of the vocabulary."""
         if tensor is None:
             tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         buffer = in_memory(tensor)
@@ -186,7 +186,7 @@ class Channels:
 
     def reduce_value(self, summand: Callable[[], torch.Tensor], target: int) -> Pending:
         """Add up the summands of the ranks of the vocabulary, in place, for the tensor-parallel
-        group of the rank `target`. `summand` is called once all collectives before are done."""
+        group of the rank `target`. `summand` is called once all earlier collectives are done."""
 
         def start(plane: dist.ProcessGroup) -> Started:
             part = in_memory(summand())
@@ -197,7 +197,7 @@ class Channels:
         return self._enqueue(start)
 
     def largest(self, tensor: torch.Tensor) -> Pending:
-        """Find the largest over the ranks of the vocabulary, in place."""
+        """Take the maximum over the ranks of the vocabulary, element by element and in place."""
         operation = dist.ReduceOp.MAX
         return self._enqueue(
             lambda plane: (tensor, dist.all_reduce(tensor, operation, plane, async_op=True))
@@ -231,11 +231,11 @@ class Channels:
         return self._queue.put(begin)
 
     def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, in_order: bool = False) -> Any:
-        """Start adding up a tensor over `ranks`, in place: gradients, so what goes between data
-        ranks alone may go in 16 bits; `in_order` where these have other collectives beside it."""
+        """Start summing a gradient over `ranks`, in place; between data ranks alone it may go in 16
+        bits. `in_order` if these ranks run other collectives beside it."""
         group = self._shared[ranks]
         if (dtype := self._cast) is not None and all(map(self._program.is_near, ranks)):
-            if in_order:  # a thread could be before them on one rank, and behind them on another
+            if in_order:  # a thread could run before them on one rank, and after them on another
                 sum_in_order(tensor, group, dtype)
                 return Arrival(())
 
@@ -250,8 +250,8 @@ class Channels:
         return work
 
     def sum_rows(self, table: torch.Tensor, most: int, ranks: tuple[int, ...]) -> Arrival:
-        """Start gathering the rows of a table's gradient from `ranks`, of which each has at most so
-        many: the gradient is all of them then."""
+        """Start gathering the rows of a table's gradient from `ranks`, at `most` that many from
+        each; the gradient becomes the sparse tensor of all of them."""
         group, gradient = self._shared[ranks], table.grad
         numbers = torch.zeros(most, dtype=torch.int64, device=table.device)
         rows = table.new_zeros(most, *table.shape[1:])
@@ -273,7 +273,7 @@ class Channels:
         return Arrival(works, then)
 
     def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start adding up segments [ranks, n] over `ranks`, each of which gets its own [n]."""
+        """Start a reduce-scatter of segments [ranks, n] over `ranks`; each gets its `own` [n]."""
         group = self._shared[ranks]
         # Gloo's reduce-scatter is an all-reduce of a copy: twice the bytes.
         if self._by_gloo or self._cast is not None:
@@ -283,7 +283,8 @@ class Channels:
         )
 
     def gather(self, segments: torch.Tensor, ranks: tuple[int, ...]) -> list[Any]:
-        """Start filling segments [ranks, n], in place, of which each of `ranks` has its own."""
+        """Start an all-gather into segments [ranks, n], in place; each of `ranks` has its own
+        one."""
         group, rows = self._shared[ranks], dict(zip(ranks, real(segments), strict=True))
         if self._by_gloo:  # whose all-gather copies all that it gets
             return [dist.broadcast(row, rank, group, async_op=True) for rank, row in rows.items()]
@@ -291,13 +292,13 @@ class Channels:
         return [dist.all_gather_single(real(segments).view(-1), own, group=group, async_op=True)]
 
     def reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start adding up a tensor over `ranks`, in place for the first of them; others' have no
-        meaning then."""
+        """Start summing a tensor over `ranks` in place on the first of them; on the others it is
+        undefined afterwards."""
         group = self._shared[ranks]
         return dist.reduce(real(tensor), ranks[0], group=group, async_op=True)
 
     def give(self, tensor: torch.Tensor, ranks: tuple[int, ...], home: int) -> Any:
-        """Start giving all of `ranks` the tensor of number `home` of them, in place."""
+        """Start a broadcast from `ranks[home]` to all of `ranks`, in place."""
         return dist.broadcast(real(tensor), ranks[home], group=self._shared[ranks], async_op=True)
 
     def total(self, tensor: torch.Tensor) -> None:
@@ -320,8 +321,8 @@ class Channels:
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers of every rank, by rank. A collective of all ranks.
 
-        Gloo ends the process where ranks send rows of different lengths. So all send as many first,
-        with the call that they are in: DifferentCallsError is raised where one is in another.
+        Gloo ends the process where ranks send rows of different lengths. So all first send a row of
+        one length, with a checksum of their call: DifferentCallsError is raised where calls differ.
         """
         call = zlib.crc32(self._flight.called.encode())
         first, more = numbers[:FEW_NUMBERS], numbers[FEW_NUMBERS:]
@@ -332,7 +333,7 @@ class Channels:
         return [(*row[2 : 2 + len(first)], *rest) for row, rest in zip(rows, others, strict=True)]
 
     def _gather(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """As many numbers of every rank, by rank."""
+        """The numbers of every rank, equally many, by rank."""
         row = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         rows = row.new_empty(self._program.size * len(numbers))
         dist.all_gather_single(rows, row, self._all)
@@ -351,8 +352,8 @@ class Channels:
     def collect(
         self, items: Sequence[tuple[Any, torch.Tensor]]
     ) -> Iterator[tuple[Any, torch.Tensor]]:
-        """On rank 0 the tensors of all ranks, on the CPU and rank by rank, each with what is said
-        of it (JSON-able); nothing elsewhere. A collective of all ranks."""
+        """On rank 0 the items of all ranks, rank by rank: a description (JSON-able) and a tensor,
+        on the CPU. Nothing on other ranks. A collective of all ranks."""
         own = [tensor.detach() for _, tensor in items]
         told = [[fact, [*t.shape], str(t.dtype).removeprefix("torch.")] for fact, t in items]
         texts = self.gather_texts(json.dumps(told))
@@ -379,7 +380,7 @@ class Channels:
             yield from unpacked(row.cpu(), [kinds[k] for k in some])
 
     def send_now(self, tensor: torch.Tensor, peer: int) -> None:
-        """Send a tensor that no instruction names, and wait until it is out."""
+        """Send a tensor that no instruction names, and wait until it is sent."""
         dist.send(tensor, peer, group=self._all, tag=_NO_INSTRUCTION)
 
     def receive_now(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
@@ -394,12 +395,12 @@ class Channels:
         return not (at.pipeline or at.tensor)
 
     def send_beside(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Send a tensor of the CPU beside what instructions send, from any thread."""
+        """Send a CPU tensor beside the messages of instructions, from any thread."""
         assert self._beside is not None
         self._beside.send([tensor], peer, tag).wait(FOREVER)
 
     def receive_beside(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Receive a tensor of the CPU; however long it takes, a rank that is gone ends it."""
+        """Receive a CPU tensor, without time limit; the loss of `peer` ends the wait."""
         assert self._beside is not None
         self._beside.recv([tensor], peer, tag).wait(FOREVER)
 
@@ -418,8 +419,8 @@ class Channels:
         return group
 
     def abort(self) -> None:
-        """Let everything that waits for messages of these groups fail at once, from any thread, and
-        close their connections, so that ranks that wait for this one are told."""
+        """Make every wait on these groups fail at once, and close their connections, so that ranks
+        that wait for this one notice. Any thread may call it."""
         for group in tuple(self._groups):
             if self._by_gloo or group is self._beside:
                 _abort(group)
@@ -427,8 +428,8 @@ class Channels:
                 group.abort()
 
     def closed(self) -> set[int]:
-        """The ranks that have closed their connections to this one, as far as that shows: NCCL does
-        not tell. Only for a rank that fails: receives are left behind."""
+        """The ranks that have closed their connections to this one, as far as the backend tells
+        (NCCL does not). Leaves receives pending, so only for a rank that fails."""
         group = self._all
         if group is None or not self._by_gloo:
             return set()
@@ -442,7 +443,7 @@ class Channels:
         return closed
 
     def close(self) -> None:
-        """Destroy the groups, so that ranks that wait on this one are told at once."""
+        """Destroy the groups, so that ranks that wait for this one notice at once."""
         self._pending.clear()
         for queue in (self._queue, self.beside):
             if queue is not None:

@@ -3,8 +3,8 @@
     main     S i │ EXCHANGE i │ REDUCE x.grad i │ T i-1 ──────│ FORWARD ─────── │ BACKWARD i
     queue           gather ─────► factors, sum ───────────────►                  ▲ wait
 
-Some of them need the result of the one before. The rank does not wait for that itself: on a CPU a
-thread runs one after another and computes what lies between, on a GPU a stream does.
+Some of them need the result of the one before. The main thread does not wait for that: on a CPU
+another thread runs them and computes what lies between, on a GPU a stream does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-Started = tuple[Any, dist.Work | None]  # a result, which is there when the work is done
+Started = tuple[Any, dist.Work | None]  # a result, valid when the work is done
 Start = Callable[[], Started]
 
 
@@ -28,7 +28,7 @@ class Pending(Protocol):
     """A result of communication that may not be there yet."""
 
     def wait(self) -> Any:
-        """Come back when it is there, with the result."""
+        """Wait for the result, and return it."""
         ...
 
 
@@ -40,7 +40,7 @@ class Receipt:
     work: dist.Work | None = None
 
     def wait(self) -> torch.Tensor:
-        """The valid tensor."""
+        """Wait for the tensor, and return it."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -48,8 +48,8 @@ class Receipt:
 
 @dataclass(slots=True)
 class Arrival:
-    """A collective on its way, with so many bytes of memory; `wait` does `then` when it has ended,
-    once."""
+    """A running collective that occupies `nbytes` of memory; the first `wait` calls `then` at its
+    end."""
 
     works: Sequence[Any]
     then: Callable[[], object] | None = None
@@ -82,9 +82,9 @@ class _Future(Future[Any]):
 
 
 class _Thread:
-    """A thread of its own, a daemon as it may wait for a peer that is gone when the process ends.
+    """A queue run by a thread, a daemon as it may wait for a lost peer when the process ends.
 
-    It starts when it is first needed. Behind a collective that fails, all fail.
+    It starts when first needed. After a collective that fails, all fail.
     """
 
     def __init__(self, failed: Callable[[Exception], object]) -> None:
@@ -94,7 +94,7 @@ class _Thread:
         self._last: _Future | None = None
 
     def put(self, start: Start) -> Pending:
-        """Start a collective once all before it are done; the compute goes on meanwhile."""
+        """Start a collective once all earlier ones are done; compute continues meanwhile."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="collectives", daemon=True)
             self._thread.start()
@@ -109,14 +109,14 @@ class _Thread:
             self._last = None
 
     def close(self) -> None:
-        """End the thread, behind those that are in the queue."""
+        """End the thread, after the collectives in the queue."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
 
     @torch.no_grad()
     def _run(self) -> None:
-        """Run one after another."""
+        """Run the collectives one after another."""
         failure: Exception | None = None
         while (entry := self._queue.get()) is not None:
             start, future = entry
@@ -147,7 +147,7 @@ class _Event:
         return bool(self._event.query())
 
     def wait(self) -> Any:
-        """The result, for all that the current stream does from now on."""
+        """The result, valid for later work of the current stream."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self._event)
         for tensor in self._result if isinstance(self._result, tuple) else (self._result,):
@@ -157,7 +157,7 @@ class _Event:
 
 
 class _Stream:
-    """A stream of its own; the inputs of a collective stay in memory until it is done."""
+    """A queue run by a CUDA stream; the inputs of a collective stay in memory until it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -165,7 +165,7 @@ class _Stream:
 
     @torch.no_grad()
     def put(self, start: Start) -> Pending:
-        """Start it on the stream, behind all that the current stream has to do."""
+        """Start a collective on the stream, after all work of the current stream so far."""
         while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -4,9 +4,10 @@
     rank 1   b0 b1 ─ cast ─►  a1 b1   a1 + b1 ─ cast ─►  s0 s1
                       all-to-all              all-gather
 
-As many bytes as an all-reduce in 16 bits (the hooks `bf16_compress_hook` and `fp16_compress_hook`
-of DistributedDataParallel), but a sum is rounded once and not at every rank that it passes, and
-summands are added in the order of the ranks: so any process can repeat it to the bit.
+It sends as many bytes as an all-reduce in 16 bits (the hooks `bf16_compress_hook` and
+`fp16_compress_hook` of DistributedDataParallel), but a sum is rounded once and not at every rank
+that it passes, and summands are added in the order of the ranks, so that any process can repeat it
+to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """What ranks get for their summands, each of which is sent in `dtype`, as is the sum.
+    """The sum that ranks get; the summands are sent in `dtype`, and so is the sum.
 
     >>> summed([torch.tensor([1.0]), torch.tensor([0.001])], torch.bfloat16)
     tensor([1.])
@@ -48,7 +49,7 @@ def scattered(
     own, segments = own.view(-1), (segments if dtype is None else segments.to(dtype)).flatten(1)
     sizes = [segments.shape[1]] * (last + 1)
     given, mine = segments, list[torch.Tensor]()
-    if me in (0, last):  # the others' lie together, and its own need go nowhere
+    if me in (0, last):  # the others' are contiguous, and its own is not sent
         given = segments[1:] if me == 0 else segments[:last]
         sizes[me], mine = 0, [segments[me]]
     received = torch.empty_like(given)

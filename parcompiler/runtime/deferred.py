@@ -14,9 +14,9 @@ or, in a whole backward, for the next collective of the tensor ranks, and are co
     tensor ranks                              │ all-reduce of dx │
 
 Only products are left for later, so both halves together cost what one backward costs (the split
-of 2401.10241). A product holds the input and the gradient of its layer and nothing else, so that
-what the rest of the stage kept for its backward is free after the first half. Outside of a
-`Deferral` the functions are those of torch.nn.functional.
+of 2401.10241). A product holds only the input and the gradient of its layer, so that everything
+else the stage saved for its backward is freed after the first half. Outside of a `Deferral` the
+functions are those of torch.nn.functional.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class DeferredProduct(NamedTuple):
     compute: Callable[[], torch.Tensor]
 
 
-Final = Callable[[torch.Tensor], object]  # is told of each parameter whose gradient is there
+Final = Callable[[torch.Tensor], object]  # called with each parameter whose gradient is complete
 
 _active: ContextVar[Deferral | None] = ContextVar("deferral", default=None)
 
 
 def current() -> Deferral | None:
-    """The deferral within whose forward this is called."""
+    """The deferral whose `forward` context is active; None outside of one."""
     return _active.get()
 
 
@@ -67,7 +67,7 @@ class Deferral:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within it, linear layers are made so that their products can be left."""
+        """In this context, linear layers are made so that their products can be left."""
         token = _active.set(self)
         try:
             yield
@@ -76,7 +76,7 @@ class Deferral:
 
     @contextmanager
     def collect(self) -> Iterator[list[DeferredProduct]]:
-        """Within it, a backward leaves its products in the list."""
+        """In this context, a backward leaves its products in the list."""
         self.products = []
         try:
             yield self.products
@@ -85,7 +85,7 @@ class Deferral:
 
     @contextmanager
     def beside(self, final: Final) -> Iterator[Callable[[], None]]:
-        """Within it, a backward leaves its products until the function is called, or to the end.
+        """In this context, a backward leaves its products until the function is called, or its end.
 
         No weight may have two of them, or another gradient.
         """
@@ -102,8 +102,8 @@ def finish(products: list[DeferredProduct], final: Final = lambda _: None) -> No
     """Compute products that were left, and add them to the gradients of their weights, which are
     `final` then.
 
-    The products of one weight are added up first, in the order in which they were left: so does
-    autograd, and the bits are the same. The tensors of a product are free once it is computed.
+    The products of one weight are added up first, in the order in which they were left, as autograd
+    does: results are bitwise equal. The tensors of a product are free once it is computed.
     """
     remaining = Counter(id(product.parameter) for product in products)
     sums: dict[int, torch.Tensor] = {}
@@ -131,7 +131,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class Linear(torch.nn.Linear):
-    """`nn.Linear`, the gradient of whose weight can be left for later."""
+    """`nn.Linear` whose weight gradient can be left for later."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x Wᵀ + b."""
@@ -165,7 +165,7 @@ def _product(
 
 class _Deferrable(torch.autograd.Function):
     """x Wᵀ + b (`_addmm`: x W + b), whose backward can leave dW = dYᵀ x (xᵀ dY) for later.
-    Of complex numbers the factors are conjugates: dW = dYᵀ x̄, and dx = dY W̄.
+    Of complex numbers one factor is conjugated: dW = dYᵀ x̄, and dx = dY W̄.
 
     In a layer that is compiled there is no deferral: the factors of dW go out as the gradients of
     two extra inputs, which `_Operands` made."""
@@ -180,13 +180,13 @@ class _Deferrable(torch.autograd.Function):
         bias: torch.Tensor | None,
         *places: torch.Tensor,
     ) -> torch.Tensor:
-        """The product now; input and weight for later."""
+        """Compute the product; save input and weight."""
         ctx.save_for_backward(x, weight)
         ctx.deferral, ctx.transposed = deferral, operator is F.linear
         if deferral is not None:
             ctx.parameter = weight
         y = operator(x, weight, bias)
-        if x.dim() != 2:  # then it may be a view, and autograd would let nobody change it in place
+        if x.dim() != 2:  # y may be a view, which autograd forbids changing in place
             y = torch.ops.aten._unsafe_view(y, y.shape)
         return y
 
@@ -207,8 +207,8 @@ class _Deferrable(torch.autograd.Function):
 
 
 class _Operands(torch.autograd.Function):
-    """Two inputs of a compiled layer in the form of dY and x, which takes no memory; their
-    gradients are dY and x, and that of the weight comes now or later."""
+    """Two inputs of a compiled layer with the shapes of dY and x, expanded from scalars; their
+    gradients are dY and x, from which the weight's is computed now or later."""
 
     @staticmethod
     def forward(
@@ -250,7 +250,7 @@ def _traced(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., k] as [n, k]; rows of no elements (k = 0) do not tell how many they are."""
+    """x [..., k] as [n, k]; for k = 0 torch cannot infer n."""
     return x.reshape(x.shape[:-1].numel() if x.shape[-1] == 0 else -1, x.shape[-1])
 
 
@@ -260,8 +260,8 @@ def _left(
 ) -> torch.Tensor | None:  # fmt: skip
     """The gradient of the weight, or None if its product is left for later."""
     rows = _rows(dy)
-    # Detached: a product that referred to the graph behind its input would keep the leaves of
-    # the stage too, and their gradients.
+    # Detached: a reference to the graph of the input would keep the leaves of the stage alive, and
+    # their gradients.
     inputs = _rows(x.detach().conj())
     left, right = (rows, inputs) if transposed else (inputs, rows)
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 def histogram(
     x: torch.Tensor, bins: int = 100, least: float = 0.0, most: float = 0.0
 ) -> torch.Tensor:
-    """`torch.histc` of integers [bins], which CPUs have for floating numbers alone; exact up to
-    2²⁴ equal ones there. A mixture of experts counts its tokens so on GPUs."""
+    """`torch.histc` of integers [bins], which torch has only for floats on CPUs; exact up to counts
+    of 2²⁴ there. Mixtures of experts count their tokens with it on GPUs."""
     if x.device.type != "cpu":
         return torch.histc(x, bins, least, most)
     return torch.histc(x.float(), bins, least, most).to(x.dtype)
 
 
 def expert_arrivals(ends: torch.Tensor, *, axis: str = "expert") -> torch.Tensor:
-    """How many rows come [ranks, experts here] from where rows by all experts end."""
+    """`arrivals` [ranks, experts here] of this rank, from the `ends` [experts] of every rank."""
     group = current(axis)
     counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
     return group.exchange(counts, [1] * group.size, [1] * group.size)
@@ -47,7 +47,7 @@ def expert_ends(arrivals: torch.Tensor) -> torch.Tensor:
 def dispatch(
     rows: torch.Tensor, ends: torch.Tensor, arrivals: torch.Tensor, *, axis: str = "expert"
 ) -> torch.Tensor:
-    """The rows [arriving, ...] of this rank's experts, by expert, from rows by all experts."""
+    """The rows [arriving, ...] for this rank's experts, by expert, out of all ranks' `rows`."""
     route = _Route(current(axis), rows.shape[0], ends, arrivals)
     return linear_map(rows, route.there, route.back)
 
@@ -56,13 +56,13 @@ def combine(
     rows: torch.Tensor, ends: torch.Tensor, arrivals: torch.Tensor, total: int, *,
     axis: str = "expert",
 ) -> torch.Tensor:  # fmt: skip
-    """The `total` rows that `dispatch` was given, from those of this rank's experts."""
+    """Inverse of `dispatch`: the `total` rows of this rank, out of those of all ranks' experts."""
     route = _Route(current(axis), total, ends, arrivals)
     return linear_map(rows, route.back, route.there)
 
 
 class _Route:
-    """Which rows go where; its two maps are the transposes of each other."""
+    """Counts of rows between ranks; its two maps are the transposes of each other."""
 
     def __init__(self, axis: Axis, total: int, ends: torch.Tensor, arrivals: torch.Tensor) -> None:
         each = ends.view(axis.size, -1)[:, -1].tolist()
@@ -72,14 +72,14 @@ class _Route:
         self._received = list(map(sum, self._arrivals))
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """To the ranks of the experts; what comes is put in the order of the experts."""
+        """Send rows to the ranks of their experts; arriving rows are sorted by expert."""
         received = self._axis.exchange(rows[: sum(self._sent)], self._sent, self._received)
         blocks = received.split([n for counts in self._arrivals for n in counts])
         each = len(self._arrivals[0])
         return torch.cat([block for k in range(each) for block in blocks[k::each]])
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Back to where the rows came from; rows of no expert are zeros."""
+        """Send rows back to the ranks they came from; rows of no expert are zeros."""
         blocks = rows.split([n for counts in zip(*self._arrivals, strict=True) for n in counts])
         ranks = len(self._arrivals)
         sent = torch.cat([block for k in range(ranks) for block in blocks[k::ranks]])

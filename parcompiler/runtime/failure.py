@@ -1,4 +1,4 @@
-"""Whatever stops one rank stops all of them within seconds, and all say which rank, where and why.
+"""A failure of one rank stops all ranks within seconds, and all say which rank, where and why.
 
     main    training step ── RECV h mb 2 from 1 ─ ─ ─ ─ ─ ─ ─ > "... because rank 1 is gone"
     watch   · [1] · [1] ·     · [2] ·        [3] ·   abort ───┘
@@ -10,7 +10,7 @@ the next rank: calls of a worker are collective. [2] When a rank loses a connect
 than the user's timeout, it raises the alarm: all answer where they are, and a rank that neither
 answers nor keeps its connections is gone. [3] That, or an exception on some rank, is the cause:
 each watch writes the last instructions of its rank to a file (`flight.py`), and aborts its groups,
-so that the main thread comes back from whatever it waits for, and raises the cause.
+so that the main thread returns from its wait, and raises the cause.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from parcompiler.errors import LaunchError, ParcompilerError
 from parcompiler.runtime.flight import STILL, FlightRecorder, Position, clock
 from parcompiler.runtime.program import RankProgram
 
-INTERVAL = 1.0  # s between two looks at the store, of up to `CROWD` ranks
+INTERVAL = 1.0  # s between two reads of the store, for up to `CROWD` ranks
 CROWD = 2000
-REMEMBERED = 4096  # calls that a rank can compare with those of the next, which it hears of later
-SHOWN = 8  # calls that it tells others of
+REMEMBERED = 4096  # calls kept to compare with those of the next rank, which arrive later
+SHOWN = 8  # calls that a published status has
 _ALARM, _CAUSE, _READ = "alarm", "cause", "read"  # keys of the store
 _LATE, _BROKEN = "waited too long", "lost its connection"
 NAMED = 8  # ranks of a kind that a cause names
@@ -49,9 +49,9 @@ _SAME = "every rank must make the same calls in the same order"
 class Status:
     """The status of a rank.
 
-    `calls` are the last that it has begun, by their number, counted from 1; it is `inside` of the
-    last one, at `position`, or behind it. `answers` says that it has heard the alarm, `lost` how it
-    lost a connection or waited too long, `left` why it makes no more calls, and `told` is when it
+    `calls` are the last ones begun, by number from 1; the rank is `inside` the last one, at
+    `position`, or after it. `answers` says that it has heard the alarm, `lost` how it lost a
+    connection or waited too long, `left` why it makes no more calls, and `told` is when the status
     was published, in seconds of the epoch.
     """
 
@@ -101,20 +101,20 @@ class Connections(Protocol):
     """The process groups of a rank."""
 
     def abort(self) -> None:
-        """Let everything that waits for them fail at once, from any thread."""
+        """Make every wait on them fail at once; any thread may call it."""
         ...
 
     def closed(self) -> set[int]:
-        """The ranks that have closed their connections to this one, as far as that shows."""
+        """The ranks that have closed their connections to this one, as far as the backend tells."""
         ...
 
 
 class Watch:
-    """The thread that watches over one rank. Without a store, or others, there is none.
+    """The thread that watches over one rank; there is none without a store or other ranks.
 
     `connections` are those of the rank, and `flight` knows where it is in its instructions. `host`
-    has the store of the run: "rank 0", or somebody who outlives all ranks. A rank may wait for
-    others for `timeout` seconds.
+    runs the store: "rank 0", or a server that outlives all ranks. A rank waits for others for at
+    most `timeout` seconds.
     """
 
     def __init__(
@@ -133,20 +133,20 @@ class Watch:
         self._flight = flight
         self._host, self._timeout = host, timeout
         self._interval = INTERVAL * max(1.0, self._size / CROWD)
-        self._patience = 2 * self._interval + 1.0  # with those that do not answer
+        self._patience = 2 * self._interval + 1.0  # s to wait for ranks that do not answer
         self._calls: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._inside = False
         self._failed = ""  # why this rank stops
         self._lost = ""  # how this rank lost a connection
         self._left = ""  # why this rank makes no more calls
         self._alarmed = 0.0  # when this watch heard the alarm
-        self._takes = False  # the roll call
+        self._takes = False  # this rank takes the roll call
         self._missing = 0  # ranks that do not read the cause
-        self._looked = time.monotonic()  # when the last look began
+        self._looked = time.monotonic()  # when the last `_look` began
         self._wake, self._settled = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None and self._size > 1:
-            # A client of its own: one that waits keeps others waiting. (The stubs lack it.)
+            # Its own client: while one waits, all calls of that client wait. (The stubs lack it.)
             self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
             self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
             self._thread.start()
@@ -155,8 +155,8 @@ class Watch:
     # Called by the main thread.
 
     def begin(self, call: str) -> None:
-        """The rank begins a call that all ranks make, or without a name goes on with the last one.
-        Another one than before is told at once."""
+        """The rank begins a call that all ranks make, or without a name continues the last one. A
+        change of call is published at once."""
         self._inside = True
         number, before = self._calls[-1] if self._calls else (0, "")
         if call:
@@ -177,7 +177,8 @@ class Watch:
         self._settle()
 
     def lose(self, text: str) -> str:
-        """Why all ranks stop, now that this one has lost a connection: `text` if nobody knows."""
+        """Report that this rank has lost a connection. Returns why all ranks stop: `text` if
+        unknown."""
         self._lost = text
         self._settle()
         return self.cause or text
@@ -207,7 +208,7 @@ class Watch:
                 return
 
     def _exit(self) -> None:
-        """The process ends without having closed its worker."""
+        """At exit: the process ends without having closed its worker."""
         error = getattr(sys, "last_value", None)
         last = "" if error is None else f", its last error was {named(error)}"
         self.leave(f"its process ended{last}")
@@ -216,7 +217,7 @@ class Watch:
     # Run by the thread.
 
     def _run(self) -> None:
-        """Look again and again, until there is a cause or the rank leaves."""
+        """Body of the thread: look until there is a cause or the rank leaves."""
         try:
             while True:
                 leaving = self._left
@@ -257,10 +258,10 @@ class Watch:
         elif not alarm:
             self._compare(mine.left != "")
         elif mine.lost and self._waited(2 * self._patience):
-            self._stop(mine.lost)  # whoever takes the roll call is gone, too
+            self._stop(mine.lost)  # the rank that takes the roll call is gone, too
 
     def _status(self, last: int) -> Status:
-        """The status of this rank, with so many of its calls."""
+        """The status of this rank, with its `last` calls."""
         calls = dict(tuple(self._calls)[-last:])
         alarmed = self._alarmed > 0
         position = self._flight.position(STILL if alarmed else self._timeout / 2)
@@ -268,8 +269,8 @@ class Watch:
         return Status(calls, self._inside, position, alarmed, lost, left, time.time())
 
     def _compare(self, leaving: bool) -> None:
-        """Stop when the next rank makes other calls than this one, or no more. Of two ranks that
-        leave, the second looks at the first."""
+        """Stop when the next rank makes other calls than this one, or no more. A rank that leaves
+        also checks the one before it."""
         mine = self._status(REMEMBERED)
         for rank in {(self._rank + 1) % self._size, (self._rank - leaving) % self._size}:
             other = self._read(rank) if rank != self._rank else None
@@ -278,7 +279,7 @@ class Watch:
                 return
 
     def _uneven(self, mine: Status, rank: int, other: Status) -> str:
-        """How the calls of another rank differ from those of this one; nothing if they do not."""
+        """How the calls of another rank differ from those of this one; "" if they agree."""
         both = sorted(mine.calls.keys() & other.calls.keys())
         number = next((n for n in both if mine.calls[n] != other.calls[n]), None)
         if number is not None:
@@ -292,7 +293,7 @@ class Watch:
         return ""
 
     def _call_roll(self) -> None:
-        """Stop with the rank that is gone, once all others have answered or have had the time."""
+        """Stop and name the lost ranks, once all others have answered or time is up."""
         others = {rank: self._read(rank) for rank in range(self._size) if rank != self._rank}
         missing = {r for r, s in others.items() if s is None or not (s.answers or s.left)}
         gone = missing & self._connections.closed()
@@ -312,7 +313,8 @@ class Watch:
             self._stop(mine.lost)
 
     def _stop(self, text: str, missing: int = 0) -> None:
-        """Stop all ranks; `text` is the cause unless there is one. `missing` ranks do not read."""
+        """Stop all ranks; `text` is the cause unless there is one. `missing` ranks will not read
+        it."""
         number, _, self.cause = self._first(_CAUSE, f"{missing} {text}").partition(" ")
         self._missing = int(number)
         self._first(_ALARM, str(self._rank))
@@ -323,7 +325,7 @@ class Watch:
         self._connections.abort()
 
     def _stay(self) -> None:
-        """Where the store ends with this rank, let the others read it."""
+        """If this rank hosts the store, wait until the others have read the cause."""
         end = time.monotonic() + self._patience
         while self._host == f"rank {self._rank}" and time.monotonic() < end:
             if self._store.add(_READ, 0) >= self._size - self._missing:
@@ -331,11 +333,11 @@ class Watch:
             time.sleep(self._interval / 50)
 
     def _waited(self, seconds: float) -> bool:
-        """Whether the alarm was so many seconds ago."""
+        """Whether the alarm was more than `seconds` ago."""
         return time.monotonic() > self._alarmed + seconds
 
     def _first(self, key: str, text: str) -> str:
-        """The text that the first rank wrote under a key."""
+        """Write a text under a key unless there is one. Returns the text that is there."""
         return bytes(self._store.compare_set(key, "", text)).decode()
 
     def _read(self, rank: int) -> Status | None:
@@ -359,7 +361,7 @@ def _seen(ranks: Iterable[int], known: Mapping[int, Status], *, is_gone: bool) -
 
 
 def _where(lost: str, known: Mapping[int, Status], missing: Collection[int]) -> str:
-    """A wait that is too long, and where all ranks are: first those that do not wait."""
+    """The text for a wait that is too long: where all ranks are, first those that do not wait."""
     busy = [f"rank {r} is {s}" for r, s in known.items() if r not in missing and not s.waits]
     waiting = [
         f"rank {r} is {s}"
@@ -377,8 +379,8 @@ def explain(
 ) -> Exception:
     """The exception that a rank raises for `error`, after telling the others.
 
-    An error of the network is another rank's failure: the watch knows which; and which calls they
-    make that have met in different ones.
+    For a network error the watch knows which rank has failed; for different calls, which ones they
+    are.
     """
     explained: Exception
     differ = isinstance(error, DifferentCallsError)

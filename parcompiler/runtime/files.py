@@ -1,9 +1,9 @@
 """The files of an exported folder: their checksums, and weights, which torch alone can read.
 
-    sha256sum --check SHA256SUMS        says which files are not as they were exported
+    sha256sum --check SHA256SUMS        lists files that were changed since the export
 
-Ranks that start compare the checksums of all scripts and weights. A script may be edited, if it is
-in the folders of all ranks; weights are as they were exported.
+Ranks that start compare the checksums of all scripts and weights. Scripts may be edited if the
+folders of all ranks have the edit; weights may not.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from parcompiler.errors import InputError, ParcompilerError
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.tensor_files import read
 
-REQUEST = "request.json"  # what was asked of the compiler
+REQUEST = "request.json"  # the request to the compiler
 SUMS = "SHA256SUMS"  # what makes a folder an export
 _COMPARED = (".py", ".safetensors")  # what ranks run and load
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What ranks compare: `digest` of scripts as they are and of weights as they were exported.
+    """For ranks to compare: the `digest` of scripts as they are and of weights as they were
+    exported.
 
-    `edited` are the scripts that are not as they were exported.
+    `edited` are the scripts that were changed since.
     """
 
     digest: str
@@ -57,7 +58,8 @@ def listing(folder: Path, known: Mapping[Path, str]) -> str:
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """The checksums of an exported folder's files by name. Raises InputError where they are not."""
+    """The checksums of an exported folder's files by name. Raises InputError where they cannot be
+    read."""
     path = folder / SUMS
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -75,8 +77,8 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def request_of(folder: Path) -> dict[str, Any]:
-    """What was asked of the compiler, as an export says it. Raises InputError where it is no JSON;
-    empty where there is none."""
+    """The request to the compiler that an export keeps; empty if there is none. Raises InputError
+    where it is no JSON."""
     path = folder / REQUEST
     try:
         found = json.loads(path.read_bytes()) if path.exists() else {}
@@ -87,7 +89,7 @@ def request_of(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """What the ranks that start from copies of a folder compare.
+    """The fingerprint that ranks compare which start from copies of a folder.
 
     Raises InputError when a script is missing.
     """
@@ -100,9 +102,9 @@ def fingerprint(folder: Path) -> Fingerprint:
 
 @contextmanager
 def loading(script: Path) -> Iterator[None]:
-    """Around running a script of an exported folder as a module.
+    """Context for running a script of an exported folder as a module.
 
-    Raises InputError for whatever ends it, and says which scripts are not as they were exported.
+    Turns its errors into InputError, which names the scripts that were edited.
     """
     try:
         yield
@@ -117,7 +119,7 @@ def loading(script: Path) -> Iterator[None]:
 
 
 def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of what an exported folder holds for a rank: its stages, and its rows.
+    """Name and tensor of a rank's weights in an exported folder: of its stages, and its rows.
 
     Raises InputError when a file is missing, or not as it was exported.
     """

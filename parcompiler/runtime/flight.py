@@ -3,11 +3,10 @@
     main     FORWARD stage 0 mb 2 │ SEND h mb 2 to 1 │ RECV h.grad mb 0 from 1 ─ ─ waits ─ ─ ─ ─ >
     watch    ·              ·              ·  position: waiting at 'RECV ...' since 20:01:02
 
-To note an instruction appends it to a ring, which costs less than a microsecond. Whether the thread
-computes in it or waits for other ranks, and in whose code it is, whoever asks reads off its stack,
-once it has been in one entry for long. The stack of a thread that runs must not be read: Python
-3.11 crashes where a frame is looked at while its locals are freed, and tensors let other threads
-run then.
+Noting an instruction appends it to a ring buffer, in less than a microsecond. Whether the thread
+computes or waits for other ranks, and in whose code, is read off its stack on demand, once it has
+been in one entry for long. The stack of a running thread must not be read: Python 3.11 crashes
+where a frame is read while its locals are freed, and freeing tensors lets other threads run.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import torch
 from parcompiler.instruction import Instruction
 
 RECENT = 1000  # entries that are kept
-STILL = 0.1  # seconds in one entry after which a thread may be looked at where a run ends anyway
+STILL = 0.1  # s in one entry after which a stack may be read when the run ends anyway
 _RUNTIME, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_path("stdlib")
-_MESSAGING = (  # where a thread that stays waits for other ranks
+_MESSAGING = (  # a thread that stays in these waits for other ranks
     f"{_TORCH}/distributed/",
     *(f"{_RUNTIME}/{name}.py" for name in ("axis", "channels", "collective_queue", "failure")),
     *(f"{_RUNTIME}/{name}.py" for name in ("asynchronous", "reduction", "zero")),
@@ -40,8 +39,9 @@ _MESSAGING = (  # where a thread that stays waits for other ranks
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is: `at` an instruction, or at none, `since` seconds of the epoch, waiting for
-    other ranks or not. `code` is the innermost line that is neither torch's nor the runtime's."""
+    """Where a rank is: `at` an instruction ("": at none) `since` seconds of the epoch, and whether
+    it `waits` for other ranks. `code` is the innermost line that is neither torch's nor the
+    runtime's."""
 
     at: str = ""
     since: float = 0.0
@@ -50,7 +50,7 @@ class Position:
 
     @property
     def seconds(self) -> float:
-        """Until now."""
+        """Seconds from `since` until now."""
         return time.time() - self.since
 
     def __str__(self) -> str:
@@ -61,24 +61,24 @@ class Position:
 
 
 class FlightRecorder:
-    """The last instructions of a rank. `folder` is where they are written when the run fails; None:
-    nowhere."""
+    """The last instructions of a rank. When the run fails they are written into `folder`, if there
+    is one."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._ring: deque[tuple[float, Instruction | str, bool]] = deque(maxlen=RECENT)
         self._thread = threading.get_ident()
         self.called = ""  # the call that the thread is in, or was in last
-        self._computed = 0.0  # when the thread was last seen not to wait
+        self._computed = 0.0  # when the thread was last seen computing
         self.note("start")
 
     def note(self, line: Instruction | str, awaited: bool = False) -> None:
-        """The rank begins an instruction, or a part of a call; `awaited`: to wait for what an
-        instruction before has begun."""
+        """The rank begins an instruction, or a part of a call; `awaited`: it waits for what an
+        earlier instruction has started."""
         self._ring.append((time.monotonic(), line, awaited))
 
     def call(self, text: str) -> None:
-        """The calling thread begins a call, or goes on with it."""
+        """The calling thread begins a call, or continues it."""
         self._thread = threading.get_ident()
         self.called = text
         self.note(text)
@@ -108,8 +108,8 @@ class FlightRecorder:
         return Position(at, time.time() - (now - since), waits, code)
 
     def write(self, rank: int, cause: str) -> Path | None:
-        """Write all that is known into the folder, under the number of the rank; the file, if there
-        is a folder that can be written."""
+        """Write position, cause and instructions into the folder, under the rank's number. Returns
+        the file; None if there is no folder or it cannot be written."""
         if self.folder is None:
             return None
         path = Path(self.folder) / f"rank_{rank}.txt"
@@ -125,7 +125,7 @@ class FlightRecorder:
         return path
 
     def _frame(self, after: float) -> FrameType | None:
-        """The innermost frame of the thread; None where it cannot be looked at."""
+        """The innermost frame of the thread; None while it must not be read."""
         stands = time.monotonic() - self._ring[-1][0] >= after
         if stands or self._thread == threading.get_ident():
             return sys._current_frames().get(self._thread)

@@ -6,8 +6,8 @@
     group 1   biases, but for that of the head          weight_decay 0.0
     group 2   the head: the last that matches decides   lr 1e-4
 
-Every rank has all groups in one order, empty where it holds none of their parameters: so a
-scheduler of the learning rate counts the same groups everywhere.
+Every rank has all groups in one order, empty where it holds none of their parameters: so
+learning-rate schedulers count the same groups everywhere.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import nn
 from parcompiler.errors import InputError, shown
 
 TRIED = 20  # steps: Prodigy and its like move slowly from their first estimate
-LARGE = 1e4  # of gradients: a norm above a limit may be cut down
+LARGE = 1e4  # of gradients: above any limit on their norm
 
 Patterns = Sequence[tuple[str, Mapping[str, Any]]]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 
 def check_kind(kind: object) -> None:
-    """Raise InputError for what makes no optimizer that a worker can step."""
+    """Raise InputError unless `kind` makes an optimizer that a worker can step."""
     if isinstance(kind, torch.optim.Optimizer):
         name = type(kind).__name__
         message = (
@@ -79,9 +79,9 @@ def check_takes_rows(kind: object, tables: Sequence[str], options: Mapping[str, 
 
 
 def is_coupling(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
-    """Whether an optimizer computes something over all of its parameters, as Prodigy does: of two
-    that it steps together it makes something else than of each alone. False where it cannot be
-    tried, or draws."""
+    """Whether an optimizer couples its parameters, as Prodigy does: stepping two together gives
+    other values than stepping each alone. False where it cannot be tried, or draws random
+    numbers."""
 
     def stepped(*sizes: float) -> list[torch.Tensor]:
         weights = [nn.Parameter(torch.ones(4, 4, dtype=torch.float64)) for _ in sizes]
@@ -117,9 +117,9 @@ class Groups:
         parameters: Mapping[str, nn.Parameter],
         gather: Callable[[str], list[str]],
     ) -> None:
-        """`parameters` are those that are trained, as the model has them or pieces of them.
-        `gather` has the texts of all ranks. Raises InputError for groups of another form, and on
-        every rank where no parameter of the model matches a pattern."""
+        """`parameters` are the trained ones, whole or pieces. `gather` returns the texts of all
+        ranks. Raises InputError for groups of another form, and on every rank where no parameter of
+        the model matches a pattern."""
         self.options: list[Mapping[str, Any]] = [{}]
         self.number = dict.fromkeys(parameters, 0)
         if wanted is None:
@@ -130,11 +130,12 @@ class Groups:
             self._by_patterns(wanted, gather)
 
     def made(self, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-        """The groups as an optimizer takes them, of the parameters that it changes, or masters."""
+        """The groups in the form that optimizers take, with the parameters or masters that they
+        change."""
         groups: list[dict[str, Any]] = [{"params": [], **options} for options in self.options]
         for name, parameter in trained.items():
             groups[self.number[name]]["params"].append(parameter)
-        if not any(group["params"] for group in groups):  # torch refuses one of nothing
+        if not any(group["params"] for group in groups):  # torch refuses to have none
             groups[0]["params"] = [torch.zeros(0, 0)]  # Muon takes matrices alone
         return groups
 
@@ -184,7 +185,7 @@ def _pair(item: object) -> tuple[str, Mapping[str, Any]]:
 
 
 def _text(options: object, name: str) -> str:
-    """The options of a parameter as JSON. Raises InputError for what cannot be told others."""
+    """The options of a parameter as JSON. Raises InputError where they are not JSON-able."""
     try:
         if isinstance(options, Mapping) and "params" not in options:
             return json.dumps(dict(options), sort_keys=True)

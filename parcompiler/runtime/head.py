@@ -12,10 +12,10 @@
 
 The algorithms are those of "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv
 2411.05288): vocab-1 is its Algorithm 1 and vocab-2 its Algorithm 2; naive and interlaced ask for m
-before they compute powers. Two things are done otherwise. The column of the label is kept out of
-P': P_y - 1, small where a model is good, would be rounded to the precision of the weights with it.
-And what multiplies rows of P' [n, k] multiplies those of A and x [n, h] instead, so that nothing
-passes over P' again but the two products.
+before they compute powers. Two things differ. The column of the label is kept out of P': within it
+P_y - 1, small where a model is good, would be rounded to the precision of the weights. And factors
+of the rows of P' [n, k] are applied to the rows of A and x [n, h] instead, so that only the two
+products read P' again.
 
 >>> logits = torch.tensor([[0.0, 1.0], [2.0, 3.0]])  # one row, two columns on each of two ranks
 >>> m, powers = logits.amax(1), logits.exp().sum(1)
@@ -42,9 +42,10 @@ from parcompiler.runtime.vocabulary import Head, Vocabulary
 
 
 class Labels(NamedTuple):
-    """Of each row: whether it counts, whether its label's class is here, and in which column.
+    """For each row: whether it counts, whether its label's class is on this rank, and in which
+    column.
 
-    `number` is that of the rows that count on all context ranks, where the mean is over those.
+    `number` is the count of such rows on all context ranks, if the mean is over those.
     """
 
     counted: torch.Tensor
@@ -54,10 +55,10 @@ class Labels(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Numbers of each row [n]: those of a rank's columns, or of all.
+    """Numbers for each row [n]: over a rank's columns, or over all.
 
     `label` is the label's logit and `weight` its class weight, zero where its class is not here;
-    `weighted` is Σ w L and `mass` Σ w. The last three are there where the loss asks for them.
+    `weighted` is Σ w L and `mass` Σ w. The last three are None where the loss does not need them.
     """
 
     largest: torch.Tensor
@@ -77,10 +78,10 @@ class Factors(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """The rows of the head on a rank, of `classes` on the whole."""
+    """The rows of the head on a rank, of `classes` in all."""
 
     head: Head
-    weight: torch.Tensor  # [k, h], zeros behind the rows of `span`
+    weight: torch.Tensor  # [k, h], zeros after the rows of `span`
     bias: torch.Tensor | None  # [k], or [1, k] as in the model
     class_weight: torch.Tensor | None  # [k], zeros where no class is; None where all weigh 1
     softmax: Softmax
@@ -90,7 +91,7 @@ class HeadRows(NamedTuple):
 
 @dataclass(eq=False)
 class HeadLogits:
-    """The tensors of one micro-batch on a rank between S and T.
+    """The tensors that a rank keeps for one micro-batch between S and T.
 
     `powers` [n, k] are Y at first, then P' d without the labels' columns. `slope` [n] is d of the
     labels' columns; `slopes` [n, k] are w d, kept where smoothing gives every class a gradient.
@@ -107,25 +108,25 @@ class HeadLogits:
 
 
 class MatrixPool:
-    """Matrices [n, k] of micro-batches that are done, for those that come: new memory is slow."""
+    """Matrices [n, k] of finished micro-batches, reused by later ones: new memory is slow."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     def take(self, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """A matrix with a column for each row of `like`; its numbers do not matter."""
+        """A matrix with a column for each row of `like`; its contents are arbitrary."""
         shape = (rows, like.shape[0])
         if self._free and self._free[-1].shape == shape:
             return self._free.pop()
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def give(self, matrix: torch.Tensor) -> None:
-        """Let the next micro-batch have a matrix."""
+        """Give a matrix back for reuse."""
         self._free.append(matrix)
 
 
 def rows_of_head(vocabulary: Vocabulary, *, fused: bool = False) -> HeadRows:
-    """The head on this rank."""
+    """The rows of the head on this rank."""
     head = vocabulary.head
     assert head is not None
     weight, span = vocabulary.tensor(head.weight), vocabulary.span(head.weight)
@@ -144,7 +145,7 @@ def rows_of_head(vocabulary: Vocabulary, *, fused: bool = False) -> HeadRows:
 
 
 def labels_of(rows: HeadRows, targets: torch.Tensor) -> Labels:
-    """Where the labels of rows [n] stand; `targets` may be those of all context ranks."""
+    """The labels of rows [n]; `targets` may be those of all context ranks."""
     counted, number = targets != rows.head.ignore_index, None
     if rows.head.sizes:
         axis, shard = current(rows.head.axis), Shard(0, rows.head.sizes, rows.head.zigzag)
@@ -174,8 +175,8 @@ def find_largest(rows: HeadRows, logits: HeadLogits) -> None:
 
 @torch.no_grad()
 def normalize(rows: HeadRows, logits: HeadLogits, m: torch.Tensor | None = None) -> None:
-    """Y becomes P' d, or with the largest logits `m` of all ranks exp(L - m) d; the statistics of
-    this rank's columns are noted."""
+    """Turn Y into P' d, or with the largest logits `m` of all ranks into exp(L - m) d, and note the
+    statistics of this rank's columns."""
     n, dtype, columns = len(logits.x), logits.largest.dtype, logits.labels.columns
     total, label, weighted = (logits.largest.new_zeros(n) for _ in range(3))
     sloped = rows.softmax.function is not None
@@ -184,7 +185,7 @@ def normalize(rows: HeadRows, logits: HeadLogits, m: torch.Tensor | None = None)
     for block in rows.softmax.blocks(logits.powers):
         products, m_of_block = logits.powers[block], None if m is None else m[block]
         result = rows.softmax.of_block(products, columns[block], m_of_block)
-        if result.powers.data_ptr() != products.data_ptr():  # they had no room there
+        if result.powers.data_ptr() != products.data_ptr():  # they did not fit in place
             if result.powers.shape == logits.powers.shape:
                 logits.powers = result.powers
             else:
@@ -205,7 +206,7 @@ def normalize(rows: HeadRows, logits: HeadLogits, m: torch.Tensor | None = None)
         more = (weight, weighted, rows.class_weight.sum().expand(n))
     logits.statistics = Statistics(logits.largest, total, label, *more)
     others = column_of_rows(logits.powers, columns).masked_fill_(owned, 0)
-    logits.powers.scatter_(1, columns.unsqueeze(1), others.unsqueeze(1))  # the labels are kept out
+    logits.powers.scatter_(1, columns.unsqueeze(1), others.unsqueeze(1))  # drop the labels
 
 
 @torch.no_grad()
@@ -234,7 +235,8 @@ def input_gradient(rows: HeadRows, logits: HeadLogits, factors: Factors) -> torc
 
 @torch.no_grad()
 def weight_gradient(rows: HeadRows, logits: HeadLogits, factors: Factors) -> None:
-    """W.grad += (P' d)ᵀ (g c x), and g (P_y - 1) d_y x to the labels' rows; the bias alike."""
+    """W.grad += (P' d)ᵀ (g c x), and g (P_y - 1) d_y x to the labels' rows; likewise for the
+    bias."""
     label, columns = _at_label(logits, factors), logits.labels.columns
     if rows.weight.requires_grad:
         x = _scaled(logits.x, factors.powers)
@@ -295,7 +297,7 @@ def _add_product(
 
 
 def stacked(statistics: Statistics) -> torch.Tensor:
-    """One tensor [numbers, n], for the exchange."""
+    """The statistics as one tensor [numbers, n], for the exchange."""
     return torch.stack([numbers for numbers in statistics if numbers is not None])
 
 
@@ -307,7 +309,7 @@ def combined(parts: torch.Tensor) -> Statistics:
 
 
 def undivided(statistics: Statistics) -> Statistics:
-    """The statistics of columns whose powers are not divided by their sum."""
+    """The statistics for powers that are not divided by their sum."""
     return statistics._replace(total=torch.ones_like(statistics.total))
 
 
@@ -317,7 +319,7 @@ def log_powers(whole: Statistics) -> torch.Tensor:
 
 
 def loss(head: Head, classes: int, labels: Labels, whole: Statistics) -> torch.Tensor:
-    """The loss of a micro-batch, a scalar; of a context rank, its summand."""
+    """The loss of a micro-batch, a scalar; with context ranks, this rank's summand."""
     epsilon = head.label_smoothing
     rows = -log_powers(whole)
     if whole.weight is not None:
@@ -332,9 +334,10 @@ def loss(head: Head, classes: int, labels: Labels, whole: Statistics) -> torch.T
 def factors(
     head: Head, classes: int, labels: Labels, part: Statistics, whole: Statistics, share: float
 ) -> Factors:
-    """The gradient of `share` times the loss by the logits of a rank, with statistics `part`.
+    """The gradient of `share` times the loss with respect to a rank's logits; its statistics are
+    `part`.
 
-    Rows that do not count have none, even where nothing does and the loss is a NaN, as in eager.
+    Rows that do not count get none, even if no row counts and the loss is NaN, as in eager mode.
     """
     epsilon = head.label_smoothing
     each = share * head.scale / _divisor(head, labels, whole)

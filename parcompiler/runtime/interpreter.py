@@ -6,8 +6,8 @@
                                 │
     SEND grad ◄─ leaf.grad ◄─ BACKWARD ◄─ gradients ◄─ RECV grad
 
-A value that comes in is a leaf of the stage's autograd graph; what goes out is remembered by its
-gradient edge, so that its memory is free once it is sent.
+A value that arrives is a leaf of the stage's autograd graph; for a value that is sent only its
+gradient edge is kept, so that its memory is free once it is sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from parcompiler.runtime.vocabulary import Vocabulary
 from parcompiler.runtime.vocabulary_passes import VocabularyPasses
 from parcompiler.runtime.zero import DataParts
 
-Around = Callable[[int, int], AbstractContextManager[object]]  # of a stage and micro-batch
+Around = Callable[[int, int], AbstractContextManager[object]]  # for a stage and micro-batch
 
 
 class InstructionTime(NamedTuple):
@@ -60,7 +60,7 @@ class InstructionTime(NamedTuple):
 class Interpreter:
     """One rank's stages and channels; `run` executes a list once.
 
-    `fused` compiles what the passes of the vocabulary do to logits.
+    `fused` compiles the operations on logits in the passes of the vocabulary.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Interpreter:
         self._versions = Versions() if program.asynchronous else None
         held = {j: [*stage.tensor_names().values()] for j, stage in stages.items()}
         self.parts = DataParts(program, self.tensors, channels, held) if program.sharing else None
-        self._whole = {j: {*own} for j, own in held.items() if program.sharing == 3}  # for its use
-        self._elsewhere = {*self.tensors}.difference(*held.values())  # what no stage waits for
+        self._whole = {j: {*own} for j, own in held.items() if program.sharing == 3}  # for each use
+        self._elsewhere = {*self.tensors}.difference(*held.values())  # tensors of no stage
         if 0 < program.sharing < 3:
             for stage in stages.values():
                 self._elsewhere |= self._waiting(stage)
@@ -107,7 +107,7 @@ class Interpreter:
         self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
         self.seed = torch.initial_seed()
         self.step = 0  # of training
-        self.samples = 0  # that all data ranks together have trained on
+        self.samples = 0  # trained on by all data ranks together
         self._waited = 0.0  # seconds of the current instruction; counted while recording
         self._recording = False
         self.flight = flight or FlightRecorder()
@@ -136,7 +136,7 @@ class Interpreter:
             self._verbs |= self._passes.verbs
 
     def arrive(self) -> None:
-        """Wait for what other data ranks have updated, where it is on its way."""
+        """Wait for parameters that other data ranks have updated and are sending."""
         if self.parts is not None:
             self.parts.arrive()
 
@@ -156,15 +156,15 @@ class Interpreter:
         scale: float = 1.0,
         kept: dict[str, dict[int, torch.Tensor]] | None = None,
     ) -> torch.Tensor:
-        """Execute a list; returns the mean loss of the step. Gradients are those of the mean loss
-        times `scale`. `kept` gets the outputs of the model, by value and micro-batch."""
+        """Execute a list; returns the mean loss of the step. Gradients are of the mean loss times
+        `scale`. `kept` is filled with the outputs of the model, by value and micro-batch."""
         state = StepState(microbatches, training, scale=scale, kept=kept)
         self.channels.tag = TRAINING if training else EVALUATION
         self._reduction.begin(self.channels)
         if self._passes is not None:
             self._passes.begin(self.channels, state)
         for axis in all_active():
-            axis.summands.clear()  # of a step that failed
+            axis.summands.clear()  # left by a step that failed
         self._recording = record is not None
         start = time.perf_counter()
         with torch.set_grad_enabled(training):
@@ -179,18 +179,18 @@ class Interpreter:
                     end = time.perf_counter()
                     record.append(InstructionTime(line, begin - start, end - start, self._waited))
             self._end(start, record)
-        self.step += training  # so that an evaluation between steps changes none of their draws
+        self.step += training  # evaluations do not count, so they leave the draws of steps alone
         self.samples += training * self.program.samples_of_step
         assert state.mean is not None
         return state.mean
 
     def _end(self, start: float, record: list[InstructionTime] | None) -> None:
-        """Wait for the sums of gradients, whose time is that of the last instruction, and sends."""
+        """Wait for the sums of gradients, timed as part of the last instruction, and for sends."""
         begin = time.perf_counter()
         if self._passes is not None:
             self._passes.end()
         for line in self._reduction.wait():
-            self.flight.note(line, awaited=True)  # when one fails, this one says so
+            self.flight.note(line, awaited=True)  # an error names this one
         if record:
             self._synchronize()
             end, last = time.perf_counter(), record[-1]
@@ -209,7 +209,7 @@ class Interpreter:
         backward_follows = state.training and j in self._trained
         deferring = state.training and self.defers(j)
         with self._drawing(stage, j, i), self._deferral.forward() if deferring else nullcontext():
-            if backward_follows and self._versions is not None:  # updates come before it
+            if backward_follows and self._versions is not None:  # updates come before the backward
                 outputs = self._versions.forward(stage, j, i, arguments)
             else:
                 outputs = stage(**arguments)
@@ -228,7 +228,7 @@ class Interpreter:
                 if tensor.requires_grad and self._carries(state, (name, i))
             }
             state.saved[j, i] = SavedForBackward(edges, loss)
-        frees = self.program.zero == 3  # so that another unit could not read a view of them
+        frees = self.program.zero == 3  # so another unit could not read a view of them
         gathered = {p.untyped_storage().data_ptr() for p in stage.parameters()} if frees else ()
         for name, tensor in results.items():
             is_view = frees and tensor.untyped_storage().data_ptr() in gathered
@@ -247,7 +247,7 @@ class Interpreter:
         return seeded(mixed(self.seed, self.step, j, number), self.channels.device)
 
     def _take(self, state: StepState, key: Key) -> torch.Tensor:
-        """A value that another stage made: a leaf that collects its gradient."""
+        """A value of another stage: a leaf that collects its gradient."""
         if key not in state.arrived:
             tensor = self._awaited(state.receipts.pop(key))
             state.arrived[key] = tensor.requires_grad_(self._carries(state, key))
@@ -257,7 +257,7 @@ class Interpreter:
         return tensor
 
     def _awaited(self, message: Awaited) -> torch.Tensor:
-        """The tensor of a message; until it comes, the rank is at the line of the message."""
+        """The tensor of a message; while waiting, the flight recorder shows the message's line."""
         computing = self.flight.current
         self.flight.note(message.line, awaited=True)
         tensor = self._received(message.pending)
@@ -266,7 +266,7 @@ class Interpreter:
         return tensor
 
     def _received(self, pending: Pending) -> torch.Tensor:
-        """The tensor of a message; the time of waiting is counted apart from the compute."""
+        """The tensor of a message; time spent waiting is counted apart from compute."""
         if not self._recording:
             return cast(torch.Tensor, pending.wait())
         begin = time.perf_counter()
@@ -316,8 +316,8 @@ class Interpreter:
         instruction: Instruction,
         beside: Callable[[], object] | None = None,
     ) -> None:
-        """Run autograd from the results of a stage, and its loss, to its inputs; `beside` while
-        tensor ranks exchange something."""
+        """Run autograd from the results and the loss of a stage to its inputs; `beside` is called
+        while collectives of tensor ranks run."""
         j, i = _numbers(instruction)
         self._make_whole(j)
         saved = state.saved.pop((j, i))
@@ -336,7 +336,7 @@ class Interpreter:
         if roots:
             more = instruction not in self._last
             with ExitStack() as stack:
-                for axis in all_active():  # some gradients are added up in a stage's last backward
+                for axis in all_active():  # which sum some gradients in a stage's last backward
                     stack.enter_context(axis.expecting(more, beside))
                 torch.autograd.backward(roots, gradients)
         for name in self.stages[j].receives:
@@ -349,7 +349,7 @@ class Interpreter:
         state.products[_numbers(instruction)] = products
 
     def _backward_weight(self, state: StepState, instruction: Instruction) -> None:
-        """The products that BACKWARD_INPUT left."""
+        """Compute the products that BACKWARD_INPUT left."""
         finish(state.products.pop(_numbers(instruction)))
 
     def _update(self, state: StepState, instruction: Instruction) -> None:
@@ -370,9 +370,9 @@ class Interpreter:
         return functools.reduce(torch.add, parts)
 
     def _finish(self, state: StepState, key: Key) -> None:
-        """After the last use of a value: its gradient is complete."""
+        """After each use of a value: at the last one its gradient is complete."""
         if any(key[0] in self.stages[j].gives for j in self._trained):
-            return  # its stage is here, whose backward takes the gradient from the leaf
+            return  # the backward of its stage, on this rank, takes the gradient from the leaf
         state.used[key] += 1
         if state.used[key] == len(self._consumers[key[0]]):
             leaf = state.arrived.pop(key)
@@ -410,25 +410,25 @@ class Interpreter:
         self.parts.unshard(instruction.stage)
 
     def _reshard(self, state: StepState, instruction: Instruction) -> None:
-        """Keep this data rank's rows of the parameters of a stage alone."""
+        """Free the parameters of a stage except for this data rank's rows."""
         assert self.parts is not None
         assert instruction.stage is not None
         self.parts.reshard(instruction.stage)
 
     def _make_whole(self, j: int) -> None:
-        """Wait until the parameters of a stage are whole, where they come in pieces."""
+        """Wait until the parameters of a stage are whole, if data ranks have pieces."""
         self._reduction.settle()
         self._await(self._whole.get(j, set()))
 
     def _await(self, names: Set[str]) -> None:
-        """Wait until parameters are whole that data ranks have rows of, or have updated in rows."""
+        """Wait until these parameters are whole, if data ranks hold or update rows of them."""
         pending = None if self.parts is None else self.parts.ready(names)
         if pending is not None:
             self._received(pending)
 
     def _waiting(self, stage: Stage) -> set[str]:
-        """Let each layer of a stage wait for what other data ranks have updated of it; what the
-        stage has in no layer."""
+        """Make each layer of a stage wait for its parameters from other data ranks. Returns the
+        names of the stage's tensors in no layer."""
         names = stage.tensor_names()
         for path in stage.scopes:
             own = {names.pop(place) for place in [*names] if place.startswith(f"{path}.")}

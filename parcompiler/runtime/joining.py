@@ -1,7 +1,7 @@
 """How a process becomes a rank: its device, and torch.distributed from its environment.
 
-torchrun and a PyTorchJob of Kubeflow say RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; what srun
-says of a task is put into these words.
+torchrun and a PyTorchJob of Kubeflow set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; the
+variables of srun are translated into these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parcompiler.runtime.program import RankProgram
 
 OVERRIDE = "PARCOMPILER_DEVICE"
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-PORTS = range(15_000, 30_000)  # below those that systems give to clients
+PORTS = range(15_000, 30_000)  # below the range of ephemeral ports
 _FIRST_NODE = re.compile(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)")  # of gpu[003-006,010],other
 _STORES: dict[tuple[str | None, ...], dist.Store] = {}  # of this process, by where its ranks meet
 
@@ -27,7 +27,7 @@ _STORES: dict[tuple[str | None, ...], dist.Store] = {}  # of this process, by wh
 def meet(program: RankProgram, timeout: timedelta) -> dist.Store | None:
     """The store that all ranks share, for keys of this worker alone; None for one process.
 
-    Raises LaunchError when this process is none of the program's, or others do not come.
+    Raises LaunchError when this process is not one of the program's, or others do not join.
     """
     if dist.is_initialized():
         _check_place(program, dist.get_rank(), dist.get_world_size())
@@ -41,17 +41,17 @@ def meet(program: RankProgram, timeout: timedelta) -> dist.Store | None:
         raise LaunchError(message)
     else:
         return None
-    # Keys of a rank's earlier workers, or of their failure, are not those of this one. Every rank
-    # makes its workers in the same order.
+    # A prefix keeps this worker's keys apart from those of earlier ones, and of their failures.
+    # Every rank makes its workers in the same order.
     return dist.PrefixStore(f"parcompiler/{store.add(f'workers/{program.rank}', 1)}", store)
 
 
 def start(
     program: RankProgram, device: torch.device, store: dist.Store | None, timeout: timedelta
 ) -> None:
-    """Start torch.distributed unless it runs."""
-    # Every optimizer imports torch._dynamo, and its import keeps a process group that is open by
-    # then: the threads of that group may abort the process at its end. So it comes first.
+    """Initialize torch.distributed unless it is."""
+    # Every optimizer imports torch._dynamo, and that import keeps alive a process group that is
+    # open by then, whose threads may abort the process at exit. So import it first.
     import torch._dynamo
 
     if device.type == "cuda":
@@ -77,8 +77,8 @@ def current_rank(size: int) -> int:
 
 
 def place() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks, as what started it says; None for a process
-    that was started alone.
+    """This process's rank and the number of ranks, from its environment; None for a process that
+    was started alone.
 
     Raises LaunchError when they are no numbers.
     """
@@ -100,7 +100,7 @@ def _of_srun(given: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables for a task of several that srun has started; none for other processes,
     such as the script of a batch job.
 
-    The ranks meet at the first node of the step, at a port that its job and step say.
+    The ranks meet at the first node of the step, at a port derived from job and step.
     """
     size, nodes = given.get("SLURM_STEP_NUM_TASKS", ""), given.get("SLURM_STEP_NODELIST", "")
     first = _FIRST_NODE.match(nodes)
@@ -119,7 +119,7 @@ def _of_srun(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_here(given: Mapping[str, str]) -> str:
-    """The tasks of a step on this node, of 8(x2),4 on all of them."""
+    """The number of tasks of a step on this node, out of a list for all nodes such as 8(x2),4."""
     tasks: list[str] = []
     for count, nodes in _TASKS.findall(given.get("SLURM_STEP_TASKS_PER_NODE", "1")):
         tasks += [count] * int(nodes or 1)
@@ -128,14 +128,13 @@ def _tasks_here(given: Mapping[str, str]) -> str:
 
 
 def rank_among(ranks: range) -> int:
-    """This process's rank if it is one of `ranks`, else the first of them: to be read, not run."""
+    """This process's rank if it is one of `ranks`, else the first (for reading, not running)."""
     started = (dist.get_rank(), 0) if dist.is_initialized() else place()
     return started[0] if started is not None and started[0] in ranks else ranks[0]
 
 
 def host(store: dist.Store | None) -> str:
-    """Who ends with the store: rank 0 is the server of one that is reached by TCP, unless torchrun
-    is."""
+    """The process that hosts the store: rank 0 for a TCP store, unless torchrun does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     by_rank = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -143,7 +142,7 @@ def host(store: dist.Store | None) -> str:
 
 
 def _rendezvous(timeout: timedelta) -> dist.Store:
-    """The store that all ranks share, met once in a process: rank 0 may be its server."""
+    """The store that all ranks share, opened once in a process, as rank 0 may be its server."""
     address = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if address not in _STORES:
         try:
@@ -181,8 +180,8 @@ def rank_device(planned: str) -> torch.device:
     """The device of this process for a plan made for `planned` (a name such as "cpu" or "h100").
 
     A plan for "cpu", or for a measured one such as "cpu-measured", runs on the CPU, any other on
-    the CUDA device of this process's LOCAL_RANK; PARCOMPILER_DEVICE, "cpu" or "cuda", says
-    otherwise. Raises LaunchError without such a device.
+    the CUDA device of this process's LOCAL_RANK; PARCOMPILER_DEVICE, "cpu" or "cuda", overrides
+    this. Raises LaunchError without such a device.
     """
     on_cpu = planned == "cpu" or planned.startswith("cpu-")
     wanted = os.environ.get(OVERRIDE) or ("cpu" if on_cpu else "cuda")

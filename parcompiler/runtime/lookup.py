@@ -25,7 +25,7 @@ class Located(NamedTuple):
 
 
 def located(words: torch.Tensor, span: Span, rows: int) -> Located:
-    """Where each word stands on the rank that holds the rows `span`, padded to `rows`.
+    """Locate words on the rank that holds the rows `span`, padded to `rows`.
 
     Words of other ranks get different rows, so that adding zeros to them is not serialised.
     """
@@ -49,7 +49,8 @@ def embed_backward(
     gradient: torch.Tensor,
     padding: int | None = None,
 ) -> None:
-    """Add the gradient [..., h] of the whole lookup to the rows here; that of `padding` stays."""
+    """Add the gradient [..., h] of the whole lookup to the rows here; the row `padding` gets
+    none."""
     if not weight.requires_grad:
         return
     at = located(words, span, weight.shape[0])
@@ -60,14 +61,15 @@ def embed_backward(
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter, to add to."""
+    """The gradient of a parameter to add to, zeros if it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=wide_dtype(parameter))
     return parameter.grad
 
 
 def check(numbers: torch.Tensor, size: int, subject: str, ignored: int | None = None) -> None:
-    """Refuse numbers outside [0, size), but `ignored`: eager would, and a sum of rows would not.
+    """Refuse numbers outside [0, size) other than `ignored`, as eager mode does; a sum of rows
+    would not.
 
     Raises InputError on the CPU; elsewhere it is an assertion of the device.
     """

@@ -1,4 +1,4 @@
-"""What a training run shows of its steps: to the terminal, as JSON lines, and to TensorBoard.
+"""Metrics of training steps: on the terminal, as JSON lines, and in TensorBoard.
 
 step 20/200  loss 5.1034  2,310 tokens/s  MFU 31.2%  norm 1.84  lr 2.0e-04  0.41 GiB  ...
 """
@@ -22,13 +22,12 @@ from parcompiler.runtime.worker import Worker
 
 
 class Metrics:
-    """The metrics of one worker's steps, told by rank 0 after every `every` of them.
+    """The metrics of one worker's steps, reported by rank 0 after every `every` steps.
 
     `jsonl` is a file that gets a line of JSON each time, `tensorboard` the folder of its events,
-    `steps` how many steps there are in all. The rank that computes longest, and memory, are those
-    of all ranks in the step that is told. MFU needs the report of the export that `worker` is of:
-    the model's FLOPs over what all devices could do at their peak. Every rank makes one and calls
-    it alike.
+    `steps` the number of steps in all. The rank that computes longest, and memory, are over all
+    ranks in the reported step. MFU, the model's FLOPs over the peak of all devices, needs the
+    report of the worker's export. Every rank makes one and makes the same calls.
     """
 
     def __init__(
@@ -60,16 +59,16 @@ class Metrics:
         self._unit = "tokens" if rows != (1, 1) else "samples"
         self._amount = program.samples_of_step * (rows[1] if self._unit == "tokens" else 1)
         step = _report(worker.folder).get("step", {})
-        self._full = step.get("mfu", 0.0) * step.get("seconds", 0.0)  # s of a step at peak
+        self._full = step.get("mfu", 0.0) * step.get("seconds", 0.0)  # s of a step at peak speed
 
     def before_step(self) -> None:
-        """Measure the step that comes, if it is to be told."""
+        """Measure the next step, if it is to be reported."""
         if math.isnan(self._began):  # a checkpoint may have been loaded meanwhile
             self._began, self._first = time.perf_counter(), self._worker.step_count
         self._worker.record(self._is_told(self._worker.step_count + 1))
 
     def after_step(self, loss: torch.Tensor, rate: float) -> None:
-        """Take note of a step, its `loss` and its learning `rate`; a collective when it is told."""
+        """Note a step, its `loss` and its learning `rate`; a collective if it is reported."""
         worker, step = self._worker, self._worker.step_count
         self._losses.append(loss)
         if not self._is_told(step):
@@ -96,7 +95,7 @@ class Metrics:
         self._losses, self._began, self._first = [], time.perf_counter(), step
 
     def tell(self, step: int, numbers: dict[str, float]) -> None:
-        """Tell `numbers` of a `step` by their names, on rank 0."""
+        """Report `numbers` of a `step` by name, on rank 0."""
         if self._worker.rank:
             return
         print(_line(step, self._steps, numbers), flush=True)
@@ -115,7 +114,7 @@ class Metrics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no part of a step: an evaluation, a checkpoint."""
+        """Context for work outside of steps, which is not timed: an evaluation, a checkpoint."""
         began = time.perf_counter()
         yield
         self._began += time.perf_counter() - began
@@ -142,7 +141,7 @@ def _line(step: int, steps: int | None, numbers: dict[str, float]) -> str:
 
 
 def _memory(device: torch.device) -> int:
-    """The most bytes that this rank has had: of its GPU, or of its process."""
+    """Peak bytes of this rank: of its GPU, or of its process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:

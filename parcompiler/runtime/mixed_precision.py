@@ -6,16 +6,16 @@
                optimizer ◄── unscaled, clipped ◄── sum of all micro-batches (float32)
 
 The optimizer changes masters, and checkpoints hold them. A micro-batch has gradients in 16 bits,
-which are added up in float32, over micro-batches and over ranks: a sum in bfloat16 stops growing
-when it is 256 times its summands, and every rank that it passes would round it (as in Megatron-LM;
-Llama Team 2024, arXiv:2407.21783, section 3.3.2). Parameters that are float32 in a 16-bit program
-(batch norms) are their own masters; frozen ones have none.
+which are added up in float32, over micro-batches and over ranks: a sum in bfloat16 stops growing at
+256 times its summands, and would be rounded on every rank that it passes (as in Megatron-LM; Llama
+Team 2024, arXiv:2407.21783, section 3.3.2). Parameters that are float32 in a 16-bit program (batch
+norms) are their own masters; frozen ones have none.
 
 So that small gradients are not zero in float16, the loss is multiplied by the scale before its
 backward, and gradients are divided by it in float32. When a gradient is not finite the step is
-skipped and the scale halved; after so many good steps in a row it is doubled (Micikevicius et al.
-2018, "Mixed Precision Training", arXiv:1710.03740, section 3.2; the numbers are those of
-`torch.amp.GradScaler`). Training that has come below the least scale would skip every step.
+skipped and the scale halved; after `INTERVAL` good steps in a row it is doubled (Micikevicius et
+al. 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.2; the numbers are those of
+`torch.amp.GradScaler`). Training whose scale has fallen below `LEAST` would skip every step.
 
 >>> scale = LossScale(8.0, interval=2)
 >>> for good in (False, True, True, True):
@@ -44,7 +44,7 @@ LEAST = 2.0**-14  # below it the loss itself, times the scale, loses digits in f
 
 @dataclass
 class LossScale:
-    """The scale now, how many steps were good since it changed, and how many were skipped."""
+    """The current scale, the good steps since it last changed, and the skipped steps in all."""
 
     value: float = INITIAL
     interval: int = INTERVAL
@@ -52,7 +52,7 @@ class LossScale:
     skipped: int = 0
 
     def set(self, value: float) -> None:
-        """Go on from another scale. Raises InputError unless it is finite and positive."""
+        """Set the scale. Raises InputError unless it is finite and positive."""
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and value > 0):
             message = f"the scale of the loss must be finite and positive ({value!r} given)"
@@ -60,7 +60,7 @@ class LossScale:
         self.value, self.good = float(value), 0
 
     def update(self, finite: bool) -> None:
-        """Take note of a step, whose gradients were `finite` or not."""
+        """Adapt the scale after a step whose gradients were `finite` or not."""
         if not finite:
             self.value, self.good = self.value * BACKOFF, 0
             self.skipped += 1
@@ -71,15 +71,15 @@ class LossScale:
 
 
 def sum_in_float32(parameters: Iterable[nn.Parameter]) -> None:
-    """Let gradients of 16-bit parameters be added up in float32 from now on."""
+    """Accumulate gradients of 16-bit parameters in float32 from now on."""
     for parameter in parameters:
         parameter.grad_dtype = None  # its gradient may be of another dtype
         parameter.register_post_accumulate_grad_hook(widen)
 
 
 def widen(parameter: torch.Tensor) -> None:
-    """Make a gradient that is summed in float32 float32: autograd leaves the first summand as it
-    is, and adds the others in place, which makes no float32 copy of them."""
+    """Convert a gradient to its `wide_dtype`: autograd keeps the first summand in its dtype, and
+    adds the others in place, without float32 copies of them."""
     gradient = parameter.grad
     if gradient is not None and gradient.dtype != wide_dtype(parameter):
         parameter.grad = gradient.to(wide_dtype(parameter))
@@ -91,9 +91,9 @@ def wide_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 class Masters:
-    """The masters of the trained ones among `parameters` (by name) that are in `narrow`.
+    """The masters of trained `parameters` (by name) of dtype `narrow`.
 
-    A parameter server has masters of all, as `own` says, and those that it serves have none.
+    `own` overrides this: a parameter server has masters of all, ranks that it serves have none.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Masters:
 
     @torch.no_grad()
     def take_gradients(self, factor: torch.Tensor) -> None:
-        """Give masters the gradients of their parameters times `factor`, and free those."""
+        """Move the gradients of parameters, times `factor`, to their masters."""
         for name, parameter in self._parameters.items():
             gradient, master = parameter.grad, self.by_name.get(name)
             if gradient is None:
@@ -130,8 +130,8 @@ class Masters:
 
     @torch.no_grad()
     def adopt(self, *, parameters: bool) -> None:
-        """Let parameters have what a user has written into masters and, with `parameters`, these
-        what was written into parameters: where that is the master rounded, it keeps its digits."""
+        """Copy masters that a user has written to into parameters and, with `parameters`,
+        parameters into masters. A master that rounds to its parameter keeps its digits."""
         for name, master in self.by_name.items():
             parameter = self._parameters[name]
             if master._version != self._written[name]:
@@ -150,5 +150,5 @@ class Masters:
         self._note()
 
     def _note(self) -> None:
-        """Remember the masters as they are: torch counts what is written into each."""
+        """Note the versions of the masters: torch counts the writes to each."""
         self._written = {name: master._version for name, master in self.by_name.items()}

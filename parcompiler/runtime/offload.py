@@ -3,11 +3,11 @@
     compute   F0 │ F1        │ F2        │ ..   B2               │ B1        │ B0
     copies       │ 0 ─► host │ 1 ─► host │      2, 1 ◄─ host     │ 0 ◄─ host │
 
-What a layer saves is copied once the forward has written it, and its memory is free when the next
-of these layers, or the stage, has run. Its backward asks for all of it at once, and for that of the
-layer before, which then comes beside it. On CUDA copies are made to pinned memory, on a stream of
-their own; a CPU copies in place. Parameters, buffers and leaves of the stage's graph stay.
-(torchtune's and torchao's `OffloadActivations` does the same tensor by tensor.)
+Saved tensors are copied once the forward has written them, and their memory is free when the next
+of these layers, or the stage, has run. A layer's backward fetches all of its copies at once, and
+those of the layer before, which arrive beside it. On CUDA copies go to pinned memory, on their own
+stream; a CPU copies synchronously. Parameters, buffers and leaves of the stage's graph stay on the
+device. (torchtune's and torchao's `OffloadActivations` does the same tensor by tensor.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _active: ContextVar[Transfers | None] = ContextVar("transfers", default=None)
 
 
 def offloaded(layer: nn.Module, *tensors: torch.Tensor) -> Any:
-    """`layer(*tensors)`, whose backward finds what it reads in the host's memory."""
+    """`layer(*tensors)`, whose saved tensors wait for the backward in the host's memory."""
     transfers = _active.get()
     if transfers is None or not torch.is_grad_enabled():
         return layer(*tensors)
@@ -41,7 +41,8 @@ def offloaded(layer: nn.Module, *tensors: torch.Tensor) -> Any:
 
 @contextmanager
 def transfers() -> Iterator[None]:
-    """The forward of a stage: at its end all that `offloaded` layers saved has left the device."""
+    """Context of a stage's forward: at its end all that `offloaded` layers saved has left the
+    device."""
     scope = Transfers()
     token = _active.set(scope)
     try:
@@ -59,20 +60,20 @@ class Transfers:
         self.made: WeakKeyDictionary[torch.UntypedStorage, ref[HostCopy]] = WeakKeyDictionary()
 
     def follow(self, copies: _LayerCopies | None) -> None:
-        """Free what the layer before these has copied, which took place beside this one."""
+        """Free the device memory of the previous layer's copies, made beside this layer."""
         if self.last is not None:
             self.last.leave()
         self.last = copies
 
 
 class HostCopy:
-    """The bytes of a tensor's storage in the host's memory, and on the device once more while
-    `back`."""
+    """The bytes of a tensor's storage in the host's memory, and again on the device while `back` is
+    set."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage, self.device = tensor.untyped_storage(), tensor.device
         self._version, self._counter = tensor._version, tensor.detach()
-        self._counter.data = tensor.new_empty(0)  # it counts with the tensor, without its memory
+        self._counter.data = tensor.new_empty(0)  # shares the version counter only
         self.back: torch.Tensor | None = None
         self._ready: torch.Event | None = None
         whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -80,8 +81,8 @@ class HostCopy:
             self.host = to_host(whole)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of this storage has these bytes. Chunks of one storage, as of gates in a
-        recurrent layer, are changed in place and count their changes each for itself."""
+        """Whether a tensor of this storage still has these bytes. Chunks of one storage, such as
+        gates of a recurrent layer, are changed in place, each with its own version counter."""
         if not self._version == self._counter._version == tensor._version:
             return False
         with torch.autograd._unsafe_preserve_version_counter(tensor):
@@ -89,7 +90,7 @@ class HostCopy:
             return self._counter._version > self._version
 
     def fetch(self) -> None:
-        """Begin to bring the bytes back to the device."""
+        """Start copying the bytes back to the device."""
         if self.back is None:
             back = torch.empty(len(self.host), dtype=torch.uint8, device=self.device)
             with _beside(self.device) as stream:
@@ -104,18 +105,19 @@ class HostCopy:
         return self.back.untyped_storage()
 
     def _arrive(self) -> None:
-        """Have the compute wait for the bytes."""
+        """Make the compute stream wait for the bytes."""
         if self._ready is not None:
             self._ready.wait(torch.cuda.current_stream(self.device))
             self._ready = None
 
     def __del__(self) -> None:
-        """The memory of bytes that nobody has read is free once they have come."""
+        """Wait for bytes that were never read, so that their memory can be freed."""
         self._arrive()
 
 
 class _LayerCopies(RunningAgain):
-    """Within it, what is kept for the backward goes to the host; `before` is the layer before."""
+    """In this context tensors saved for the backward go to the host; `before` is the previous
+    layer."""
 
     def __init__(
         self, layer: nn.Module, inputs: Sequence[torch.Tensor], transfers: Transfers
@@ -126,12 +128,11 @@ class _LayerCopies(RunningAgain):
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
         self._known, self.before = transfers.made, transfers.last
         self._leaving: list[torch.UntypedStorage] = []
-        self._copies: list[ref[HostCopy]] = []  # a backward frees each after its last use
+        self._copies: list[ref[HostCopy]] = []  # the backward frees each after its last use
         self._left: torch.Event | None = None
 
     def leave(self) -> None:
-        """Free the memory on the device: what the stream of compute does next comes after the
-        copies."""
+        """Free the memory on the device; later work of the compute stream waits for the copies."""
         if self._left is not None:
             self._left.wait()
         self._leaving.clear()
@@ -144,7 +145,8 @@ class _LayerCopies(RunningAgain):
                 self._left = _stream(storage.device).record_event()
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """The place of a tensor in a copy; or what stays on the device."""
+        """Pack a saved tensor: its place in a copy, or the tensor itself if it stays on the
+        device."""
         storage = tensor.untyped_storage()
         plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
         if not plain or storage._cdata in self._stay or not storage.nbytes():
@@ -160,7 +162,8 @@ class _LayerCopies(RunningAgain):
         return self, copy, tensor.dtype, place
 
     def kept(self, packed: Any) -> torch.Tensor:
-        """The tensor of `keep`; the first asks for all of the layer, and of the one before."""
+        """Unpack what `keep` returned; the first call fetches all of the layer, and of the one
+        before."""
         if isinstance(packed, torch.Tensor):
             return packed
         copies, copy, dtype, place = packed
@@ -171,7 +174,7 @@ class _LayerCopies(RunningAgain):
         return tensor.set_(copy.storage(), *place)
 
     def fetch(self) -> None:
-        """Begin to bring back all that is still needed."""
+        """Start copying back all that is still needed."""
         for known in self._copies:
             if (copy := known()) is not None:
                 copy.fetch()
@@ -179,7 +182,7 @@ class _LayerCopies(RunningAgain):
 
 
 def to_host(whole: torch.Tensor) -> torch.Tensor:
-    """A copy of some bytes in the host's memory: pinned, and still on its way, from CUDA."""
+    """A copy of some bytes in the host's memory; from CUDA it is pinned and asynchronous."""
     host = torch.empty(len(whole), dtype=torch.uint8, pin_memory=whole.is_cuda)
     return host.copy_(whole, non_blocking=True)
 
@@ -192,7 +195,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Within it, copies are made behind what the compute does so far; None: at once."""
+    """In this context copies follow the compute issued so far, on the yielded stream; None on a
+    CPU."""
     if device.type != "cuda":
         yield None
         return

@@ -1,7 +1,7 @@
 """Small tensors travel together: a message takes longer than the copy of a megabyte.
 
     bias  norm  scale │ embedding │ bias  norm          a parcel is a row of bytes, in which
-    └─── parcel ────┘ └─ parcel ─┘ └ parcel ┘          tensors stand one behind the other
+    └─── parcel ────┘ └─ parcel ─┘ └ parcel ┘          tensors follow one another
 
 >>> parcels([10, 20, 5 * MOST, 30])
 [range(0, 2), range(2, 3), range(3, 4)]
@@ -19,7 +19,7 @@ MOST = 1 << 20  # bytes of tensors that travel together
 
 
 def parcels(sizes: Sequence[int]) -> list[range]:
-    """Neighbours that travel together, by their numbers: of at most `MOST` bytes, or one alone."""
+    """Ranges of neighbouring tensors that travel together: at most `MOST` bytes, or one tensor."""
     found, start, filled = [], 0, 0
     for k, size in enumerate(sizes):
         if k > start and filled + size > MOST:
@@ -30,7 +30,7 @@ def parcels(sizes: Sequence[int]) -> list[range]:
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of tensors of one device; those of one tensor are its own."""
+    """The bytes of tensors of one device; for a single tensor a view of it where possible."""
     rows = [in_memory(tensor.detach()).reshape(-1).view(torch.uint8) for tensor in tensors]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 

@@ -1,14 +1,14 @@
 """Gradients between data ranks as two factors of each matrix, with error feedback: PowerSGD.
 
     M = gradient + error                       [n, m], of each data rank
-    P = orthogonal columns of the sum of M Q   [n, r], Q as the last step has left it
+    P = orthogonal columns of the sum of M Q   [n, r], Q of the last step
     Q = the sum of M^T P                       [m, r]
-    gradient = P Q^T,  error = M - P Q^T / d   what a step leaves out is added to the next
+    gradient = P Q^T,  error = M - P Q^T / d   the error is added to the next step's
 
 Vogels et al. 2019, arXiv 1905.13727, algorithm 1 (as `powerSGD_hook` of DistributedDataParallel,
 which works on that wrapper's buckets): (n + m) r numbers are sent instead of n m. Vectors, and
-matrices that have no fewer numbers as factors, are summed whole. Sums are made in the order of the
-data ranks, so that one process can repeat them to the bit.
+matrices whose factors are not smaller, are summed whole. Sums are in the order of the data ranks,
+so that one process can repeat them to the bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from parcompiler.runtime.collective_queue import Pending
 
 
 def first_factor(name: str, m: int, rank: int, like: torch.Tensor) -> torch.Tensor:
-    """The Q [m, rank] that a gradient begins with, the same on all ranks."""
+    """The initial Q [m, rank] of a gradient, the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(m, rank, generator=generator, dtype=torch.float64).to(like)
 
 
 class PowerSGD:
-    """What a rank keeps of its gradients, by name: `errors` [n, m] and `factors` Q."""
+    """The state of PowerSGD on a rank, by name of the gradient: `errors` [n, m] and `factors` Q."""
 
     def __init__(self, rank: int, channels: Channels) -> None:
         self._rank, self._channels = rank, channels
@@ -39,7 +39,7 @@ class PowerSGD:
         self.factors: dict[str, torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all errors and factors."""
         self.errors.clear()
         self.factors.clear()
 
@@ -58,7 +58,7 @@ class PowerSGD:
         return self._channels.beside.put(start)
 
     def _sum(self, gradients: dict[str, torch.Tensor], ranks: tuple[int, ...]) -> None:
-        """Sum gradients."""
+        """Sum gradients: whole ones at once, matrices by factors."""
         wholes, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, gradient in gradients.items():
             if gradient.is_complex() or not is_factored(gradient.shape, self._rank):
@@ -73,8 +73,8 @@ class PowerSGD:
         lefts = {name: torch.linalg.qr(left).Q for name, left in lefts.items()}
         rights = {name: matrix.T @ lefts[name] for name, matrix in matrices.items()}
         self._exchange([*rights.values()], ranks)
-        # Alike on all ranks. A step that is not finite may be refused, and the run goes on: what is
-        # kept of it would spoil all steps behind.
+        # Equal on all ranks. A step that is not finite may be skipped while the run goes on: its
+        # state would spoil all later steps.
         finite = {name: right.isfinite().all() for name, right in rights.items()}
         for name, matrix in matrices.items():
             found = lefts[name] @ rights[name].T
@@ -93,12 +93,12 @@ class PowerSGD:
                 tensor.copy_(piece)
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What outlives a step, by kind and name."""
+        """The state to save, by kind and name."""
         yield from ((f"error/{name}", tensor) for name, tensor in self.errors.items())
         yield from ((f"factor/{name}", tensor) for name, tensor in self.factors.items())
 
     def restore(self, key: str, tensor: torch.Tensor) -> None:
-        """Go on from that."""
+        """Restore a tensor of `states`."""
         kind, _, name = key.partition("/")
         (self.errors if kind == "error" else self.factors)[name] = tensor
 

@@ -4,7 +4,8 @@
                                                 └─► x of a head in rows: to every rank, its rows'
                                                     logits ─► joined there
 
-Stages keep outputs in evaluations alone, and no instruction moves them: a step does nothing for it.
+Stages keep outputs in evaluations only, and no instruction moves them: training steps are
+unaffected.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Kept = Mapping[str, Mapping[int, torch.Tensor]]  # by value and micro-batch
 
 
 class Predictions:
-    """Brings the outputs of one rank's evaluations together."""
+    """Gathers the outputs of evaluations."""
 
     def __init__(
         self, program: RankProgram, channels: Channels, vocabulary: Vocabulary | None
@@ -42,8 +43,7 @@ class Predictions:
         return bool(output.shape) and output.shape[0] % self._program.samples == 0
 
     def check(self, samples: int) -> None:
-        """Raise InputError where outputs of so many samples cannot be told from those that pad
-        them."""
+        """Raise InputError where outputs of `samples` cannot be separated from those of padding."""
         needed = self._program.samples
         for name, output in self._program.outputs.items():
             if samples % needed and not self.by_rows(output):
@@ -101,7 +101,7 @@ class Predictions:
         return whole if program.rank == home else None
 
     def _whole(self, output: KeptOutput, part: torch.Tensor) -> torch.Tensor:
-        """An output of a micro-batch from what this tensor rank has of it."""
+        """An output of a micro-batch from this tensor rank's part of it."""
         axis = self._channels.axes.get("tensor")
         if axis is None or (output.dim is None and not output.partial):
             return part

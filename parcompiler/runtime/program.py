@@ -26,13 +26,13 @@ from parcompiler.instruction import (
 )
 from parcompiler.pieces import Shard, Span, piece
 
-# What a batch may have besides tensors.
+# Types that a batch may have besides tensors.
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor of the batch and where it stands there; integers are below `high` when known."""
+    """A tensor of the batch, under `key`; integers are below `high` when known."""
 
     key: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Input:
 class Value:
     """A tensor that crosses stages; a gradient comes back for it when it is differentiable.
 
-    `order` are its dimensions as they lie in memory, the outermost first, if not in their order.
+    `order` lists its dimensions from the outermost in memory, if that is not their own order.
     """
 
     shape: tuple[int, ...]
@@ -55,12 +55,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class KeptOutput:
-    """An output of the model that predictions return: what the stages at pipeline coordinate `home`
-    call `value`, of so many elements in a micro-batch.
+    """An output of the model that predictions return: the value `value` of stages at pipeline
+    coordinate `home`, with `shape` in a micro-batch.
 
-    Tensor ranks have pieces along `dim` of lengths that `sizes` divide, or summands of it where
-    `partial`. `head` says what the head's rows of all ranks make of it: "" (nothing), "product", or
-    "logits" behind that. It depends on `inputs` of the batch.
+    Tensor ranks have pieces along `dim`, whose segments are `sizes`, or summands if `partial`.
+    `head` says what the rows of the head compute from it: "" (nothing), "product", or "logits" from
+    that. It depends on `inputs` of the batch.
     """
 
     value: str
@@ -86,22 +86,21 @@ class Tied:
 class RankProgram:
     """The program of one rank; `size` is the number of all ranks.
 
-    `digest` names the whole program and is equal on all ranks; `channels` are all directed pairs
-    of ranks that exchange messages, in the order in which every rank makes their groups.
+    `digest` identifies the whole program and is equal on all ranks; `channels` are all directed
+    pairs of ranks that exchange messages, in the order in which every rank makes their groups.
 
     With several ranks along `data`, the ranks of channels and tied tensors are pipeline
-    coordinates: they stand for the ranks there of every data coordinate. Those of instructions
-    are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
-    tensors of which each of the `tensor` ranks of a group holds a piece; `rows` are those of which
-    every rank of a pipeline holds rows, with the number of rows on the whole. Among the `data`
-    ranks, which hold the same parameters, groups of `context` neighbours share a batch, and groups
-    of `expert` neighbours share out the experts: each has an equal piece of the first dimension of
-    the tensors in `experts`, which says how long it is on the whole.
-    Gradients of the tables in `row_gradients` are the rows that are looked up, so many on a rank.
-    `narrow` is the 16-bit dtype of parameters that have masters in float32. `unsaved` are the
-    tensors that the model's state dict has not. `updated` are the parameters that forwards update
-    themselves. `outputs` are those that predictions return. `constants` are the values of a batch
-    that are no tensors, by key, as the model was compiled with them.
+    coordinates, which stand for the ranks of every data coordinate there. Instructions name actual
+    ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the tensors
+    of which each of the `tensor` ranks of a group holds a piece; `rows` are those of which every
+    rank of a pipeline holds rows, with the total number of rows. Among the `data` ranks, which hold
+    the same parameters, groups of `context` neighbours share a batch, and groups of `expert`
+    neighbours share out the experts: each has an equal piece of the first dimension of the tensors
+    in `experts`, which has its total length. Gradients of the tables in `row_gradients` are the
+    rows that are looked up, at most that many on a rank. `narrow` is the 16-bit dtype of parameters
+    that have masters in float32. `unsaved` are the tensors that the model's state dict does not
+    have. `updated` are the parameters that forwards update themselves. `outputs` are those that
+    predictions return. `constants` are the compiled non-tensor values of a batch, by key.
     """
 
     rank: int
@@ -127,9 +126,9 @@ class RankProgram:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     experts: Mapping[str, int] = field(default_factory=dict)
     asynchronous: bool = False  # whether a step updates parameters itself, after every backward
-    zero: int = 0  # the level of ZeRO: what the data ranks share out
-    updates: DataUpdates = ALL_REDUCE  # how they bring together what they learn
-    synchronized: bool = False  # whether layers count the batches of all data ranks
+    zero: int = 0  # the level of ZeRO: what data ranks share out
+    updates: DataUpdates = ALL_REDUCE  # how data ranks combine their gradients or weights
+    synchronized: bool = False  # whether batch norms use the batches of all data ranks
     rows: Mapping[str, int] = field(default_factory=dict)
     narrow: torch.dtype | None = None
     unsaved: tuple[str, ...] = ()
@@ -156,8 +155,8 @@ class RankProgram:
 
     @property
     def batches(self) -> int:
-        """How many batches a step is on: those of all data ranks, whose gradients are summed, or
-        one where each steps by itself."""
+        """The number of batches whose gradients a step sums: of all data ranks, or 1 where each
+        steps by itself."""
         return 1 if self.updates.separate else self.grid.batches
 
     @cached_property
@@ -167,7 +166,7 @@ class RankProgram:
 
     @cached_property
     def summed(self) -> dict[str, tuple[str, ...]]:
-        """The tensors by the labels that sums of gradients, gathers and averages have for them."""
+        """Tensor names by the labels of sums of gradients, gathers and averages."""
         return {**self.buckets, **{label: (tied.name,) for label, tied in self.tied.items()}}
 
     def own_experts(self, name: str) -> Span:
@@ -176,7 +175,7 @@ class RankProgram:
 
     @property
     def sharing(self) -> int:
-        """The level of ZeRO; 1 where one data rank updates for all, and has all rows."""
+        """The level of ZeRO; 1 with a parameter server, which has all rows."""
         return 1 if self.updates.way == "parameter-server" else self.zero
 
     @cached_property
@@ -185,8 +184,8 @@ class RankProgram:
         return samples_of(self.inputs.values())
 
     def rows_of_sample(self, spec: Input) -> int:
-        """The rows of an input that belong to one sample; 0 for what has no rows, and for what all
-        rows share."""
+        """The rows of an input that belong to one sample; 0 for one without rows, and for one that
+        all samples share."""
         return spec.shape[0] // self.samples if spec.shape else 0
 
     @property
@@ -211,7 +210,7 @@ class RankProgram:
                 for tensor in range(grid.tensor)
                 for expert in range(grid.expert)
             ]
-        for ranks in sorted(ties):  # gradients are in pieces by then, or of this data rank alone
+        for ranks in sorted(ties):  # gradients are in pieces by then, or of this data rank only
             groups += [tuple(grid.rank(p, *column) for p in ranks) for column in grid.columns()]
         return groups
 
@@ -229,8 +228,8 @@ class RankProgram:
         return self.grid.batch_of(self.coordinate.data)
 
     def in_form(self, batch: Mapping[str, torch.Tensor]) -> object:
-        """A batch by keys in the form of the compiled inputs: itself, or a tuple of positions, with
-        the constants among them; what is nested is by keys there."""
+        """A batch by keys in the form of the compiled inputs: itself, or a tuple of positional
+        arguments with the constants among them; nested ones are dicts."""
         if not self.positional:
             return batch
         form: dict[int, Any] = {}
@@ -244,7 +243,7 @@ class RankProgram:
 
     @classmethod
     def parsed(cls, *, instructions: str, evaluation: str, **fields: object) -> RankProgram:
-        """A program from the texts of its pipeline coordinate's lists, as scripts have them."""
+        """A program from the texts of its pipeline coordinate's lists, in the format of scripts."""
         lists = {"instructions": parse(instructions), "evaluation": parse(evaluation)}
         program = cls(**lists, **fields)  # type: ignore[arg-type]
         at, grid = program.coordinate, program.grid
@@ -256,7 +255,7 @@ class RankProgram:
 
 
 def samples_of(inputs: Iterable[Input]) -> int:
-    """The samples of a micro-batch: rows, where its tensors have equally many; else itself.
+    """The samples of a micro-batch: its rows, if its tensors have equally many; else 1.
 
     A tensor [1, ...] of two dimensions or more is shared by the rows of others, as positions are.
     """
@@ -270,10 +269,10 @@ def on_rank(
 ) -> tuple[Instruction, ...]:
     """The list of a pipeline coordinate as that of the rank at `at`.
 
-    A peer is the rank at the peer's pipeline coordinate and this rank's other ones, but the first
-    of its tensor-parallel group where all ranks of a pipeline take part; a group that sums
-    gradients has the ranks of all data coordinates, or those of this rank's own where data ranks
-    step by themselves.
+    A peer is the rank with the peer's pipeline coordinate and this rank's other coordinates, or the
+    first of its tensor-parallel group where all ranks of a pipeline take part. A group that sums
+    gradients has the ranks of all data coordinates, or of this rank's only where data ranks step by
+    themselves.
     """
     if grid.copies == 1:
         return tuple(lines)
@@ -297,9 +296,9 @@ def on_rank(
 
 
 def of_first(lines: Iterable[Instruction], microbatches: int) -> tuple[Instruction, ...]:
-    """An evaluation's list for its first `microbatches` alone.
+    """An evaluation's list for its first `microbatches` only.
 
-    Where all ranks leave out the same ones, order and ends of all others stay as they were proved.
+    As all ranks leave out the same ones, order and peers of the others stay as verified.
     """
     return tuple(x for x in lines if x.microbatch is None or x.microbatch < microbatches)
 

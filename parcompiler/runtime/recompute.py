@@ -1,12 +1,12 @@
-"""Layers whose activations are not kept: their backward runs them a second time.
+"""Layers whose activations are recomputed: their backward runs them a second time.
 
     forward     x ──► layer ──► y           only x is kept
-    backward    x ──► layer ──► …           what the layer's backward needs, once more
+    backward    x ──► layer ──► …           activations for the layer's backward, again
                 dx ◄── layer ◄── dy
 
-The second run does the same to the bit: the same random numbers (see `rng`), the same weights (also
-when they have been updated since, see `versions`), and linear layers that leave the same products
-for later (see `deferred`).
+The second run is bitwise equal: the same random numbers (see `rng`), the same weights (also when
+they have been updated since, see `versions`), and linear layers that leave the same products for
+later (see `deferred`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from parcompiler.runtime import axis, deferred, rng
 
 
 def recomputed(layer: nn.Module, *tensors: torch.Tensor) -> Any:
-    """`layer(*tensors)`, of which a backward will keep `tensors` alone.
+    """`layer(*tensors)`, keeping only `tensors` for the backward.
 
-    The layer must leave everything outside as it was: it runs twice.
+    The layer runs twice, so it must have no side effects.
     """
     if not torch.is_grad_enabled():
         return layer(*tensors)
@@ -35,7 +35,7 @@ def recomputed(layer: nn.Module, *tensors: torch.Tensor) -> Any:
 
 
 def _with_weights(layer: nn.Module) -> Callable[..., Any]:
-    """The layer with the weights that it has now, whenever it is called."""
+    """The layer bound to its current weights."""
     weights: dict[str, torch.Tensor] = dict(layer.named_parameters())
 
     def call(*tensors: torch.Tensor) -> Any:
@@ -58,7 +58,7 @@ def _again(
     deferral: deferred.Deferral | None,
     groups: tuple[axis.Axis, ...],
 ) -> Iterator[None]:
-    """Within it, layers run in the contexts of the forward."""
+    """In this context, layers run in the contexts of the forward."""
     with ExitStack() as stack:
         stack.enter_context(once())
         stack.enter_context(draws or nullcontext())

@@ -7,11 +7,11 @@
     end of the step                             ╩   waits for all of them
 
 A bucket is one flat tensor. The gradients are copied into it once, and then are views of it, so
-that nothing is copied back. Sums start in the order of the list whatever becomes final first, so
-that the ranks of a group agree. Where data ranks keep pieces of gradients, the same happens in
-every backward, and a new sum waits for the one before it, so that few whole gradients are in
-memory. [1] A gradient is final when autograd has added the last micro-batch to it; [2] where the
-backward comes in two parts, or a parameter has no gradient at all, only the list says so.
+that nothing is copied back. Sums start in the order of the list, whatever becomes final first, so
+that the ranks of a group agree. Where data ranks keep pieces of gradients, this happens in every
+backward, and a sum waits for the one before it, so that few whole gradients are in memory. [1] A
+gradient is final when autograd has added the last micro-batch to it; [2] with a split backward, or
+for a parameter without a gradient, only the list tells.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Summing(Protocol):
 
 
 class Reduction:
-    """The sums of one rank, by their number in its list; `tensors` are its own by name. With
-    `parts` each data rank gets the sums of the rows that it updates. `awaits` says of a tensor that
-    a product for its gradient is left for later, so that it is not final when autograd is done."""
+    """The sums of one rank, by their number in its list; `tensors` are this rank's, by name. With
+    `parts` each data rank gets the sums of the rows that it updates. `awaits` tells whether a
+    product for a tensor's gradient is deferred, so that it is not final when autograd is done."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Reduction:
         self._tied = [line.value in program.tied for line in self.lines]
         self._number = {line: k for k, line in enumerate(self.lines)}
         self._behind = _behind(lines, self._number, program)
-        self._watched: dict[int, int] = {}  # the sum of each tensor (by id) that may become final
-        self._pending: list[int] = []  # tensors of each sum that are not final
+        self._watched: dict[int, int] = {}  # sum of each tensor (by id) that may become final
+        self._pending: list[int] = []  # number of tensors of each sum that are not final
         self._works: list[Work] = []
         self._started = 0
         self._channels: Summing | None = None
@@ -80,7 +80,7 @@ class Reduction:
 
     @contextmanager
     def watching(self, backward: Instruction) -> Iterator[None]:
-        """Around `backward`: sums of gradients that it makes final may start."""
+        """Context of `backward`: sums of gradients that it makes final may start."""
         pairs = [(k, t) for k in self._behind.get(backward, ()) for t in self._tensors[k]]
         self._watched = {id(tensor): k for k, tensor in pairs}
         hooks = [t.register_post_accumulate_grad_hook(self._accumulated) for _, t in pairs]
@@ -92,12 +92,12 @@ class Reduction:
             self._watched = {}
 
     def start(self, line: Instruction) -> None:
-        """Start the sum of a line unless it has been."""
+        """Start the sums up to that of a line, unless they have been."""
         while self._started <= self._number[line]:
             self._start(self._started)
 
     def settle(self) -> None:
-        """Add the sums that have come to the gradients of pieces, which frees the whole ones."""
+        """Add finished sums to the gradients of pieces, which frees the whole ones."""
         while self._pieces and self._works and self._works[0][1].is_completed():
             self._works.pop(0)[1].wait()
 
@@ -109,7 +109,8 @@ class Reduction:
             work.wait()
 
     def _accumulated(self, tensor: torch.Tensor) -> None:
-        """Autograd is done with a tensor in a backward; it also says so where it added nothing."""
+        """Hook: autograd is done with a tensor in a backward; also called where it added
+        nothing."""
         if not self._awaits(tensor):
             self.became_final(tensor)
 
@@ -124,7 +125,7 @@ class Reduction:
     def _start(self, k: int) -> None:
         """Start a sum."""
         assert self._channels is not None
-        if self._pieces:  # so that few whole gradients are there, and a tie is that of all pieces
+        if self._pieces:  # so that few whole gradients exist, and ties come after all pieces
             for _, earlier in self._works:
                 earlier.wait()
             self._works.clear()
@@ -153,7 +154,7 @@ class Reduction:
 def _behind(
     lines: Sequence[Instruction], number: Mapping[Instruction, int], program: RankProgram
 ) -> dict[Instruction, list[int]]:
-    """For each whole backward the numbers of the buckets between it and the next backward."""
+    """For each whole backward, the numbers of the sums between it and the next backward."""
     behind: dict[Instruction, list[int]] = {}
     latest: Instruction | None = None
     for line in lines:
@@ -166,7 +167,7 @@ def _behind(
 
 
 def _contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor; zeros for a tied one without, as other ranks may have some."""
+    """The gradient of a tensor; zeros for a tied one without, as other ranks may have one."""
     if tensor.grad is None:
         tensor.grad = torch.zeros_like(tensor, dtype=wide_dtype(tensor))
     tensor.grad = in_memory(tensor.grad)
@@ -174,9 +175,9 @@ def _contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The gradients of a bucket as one tensor, of which they are views from now on.
+    """The gradients of a bucket as one tensor; from now on they are views of it.
 
-    A parameter without a gradient has none on any data rank, and so has none afterwards.
+    A parameter without a gradient has none on any data rank, and gets none.
     """
     if len(tensors) == 1 and tensors[0].grad is not None:
         return _contiguous_gradient(tensors[0])

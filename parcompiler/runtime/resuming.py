@@ -1,8 +1,8 @@
-"""The checkpoints of an emitted script: where it goes on, when it saves, and how it is preempted.
+"""The checkpoints of an emitted script: where it resumes, when it saves, and what preemption does.
 
     SIGTERM or Ctrl-C on any rank ─► the step ends ─► all ranks save ─► exit code 143 or 130
 
-Those are the codes of a process that the signal ended (128 + 15), which schedulers start again.
+Those are the exit codes of a process ended by the signal (128 + 15), which schedulers restart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Run:
-    """The checkpoints of one worker's training of so many steps."""
+    """The checkpoints of one worker's training."""
 
     def __init__(self, worker: Worker, options: argparse.Namespace) -> None:
         self._worker, self._options = worker, options
@@ -60,7 +60,7 @@ class Run:
             worker.check_folder(options.save)
 
     def resume(self) -> None:
-        """Load what the options say."""
+        """Load the checkpoint or weights that the options name."""
         source = self._options.resume
         if source == "auto":
             folder = self._options.save
@@ -74,8 +74,8 @@ class Run:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it, SIGTERM and SIGINT ask for a checkpoint instead of ending the process; they
-        end it when they come again."""
+        """In this context the first SIGTERM or SIGINT asks for a checkpoint; a second one ends the
+        process."""
         if self._options.save is None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -95,7 +95,7 @@ class Run:
                 signal.signal(number, handler)
 
     def after_step(self) -> None:
-        """Save if it is time. Raises SystemExit on all ranks when any was told to end."""
+        """Save if it is time. Raises SystemExit on all ranks if any got a signal."""
         if self._options.save is None:
             return
         step = self._worker.step_count
@@ -108,7 +108,7 @@ class Run:
             raise SystemExit(128 + told)
 
     def end(self) -> None:
-        """Save what the last steps have made."""
+        """Save the last steps, unless that is done."""
         if self._options.save is not None and self._saved != self._worker.step_count:
             self._save()
 

@@ -1,11 +1,11 @@
-"""Random operators under pipelines: the same draws however the step is scheduled.
+"""Random operators under pipelines: draws that do not depend on the schedule.
 
     seeded        training: each forward draws from its own (seed, step, stage, micro-batch)
     SeededDraws   verification: each draw has its own (seed, micro-batch, operator, number)
 
-Neither touches the generator that the user's own code draws from. Tensor ranks draw the same, but
-for what they hold pieces of: `own_draws` gives each rank numbers of its own, in a verification its
-piece of those that the whole would draw.
+Neither changes the state of the generator for the user's own code. Tensor ranks draw equal numbers,
+except for values they hold pieces of: `own_draws` gives each rank different numbers, and in a
+verification its piece of the draw for the whole tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mixed(*numbers: int) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within it, random operators draw from `seed`; afterwards the generator is as before."""
+    """In this context, random operators draw from `seed`; afterwards the generator is as before."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
@@ -55,9 +55,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def own_draws(
     dim: int, sizes: tuple[int, ...] | None = None, axis: str = "tensor", zigzag: bool = False
 ) -> Iterator[None]:
-    """Within it, an operator draws random numbers for this rank's piece along `dim`.
+    """In this context, an operator draws random numbers for this rank's piece along `dim`.
 
-    `sizes` are those of the segments of the whole dimension; without them, all ranks hold as much.
+    `sizes` are the segments of the whole dimension; None: all ranks hold equally much.
     """
     if (trace := tracing.active()) is not None:
         with trace.drawing(partial(own_draws, dim, sizes, axis, zigzag)):
@@ -68,7 +68,7 @@ def own_draws(
         with draws.drawing_pieces(group, dim, sizes, zigzag):
             yield
         return
-    # Ranks draw as much from what they share, so that afterwards they agree again.
+    # All ranks draw once from the shared generator, so that they still agree afterwards.
     seed = mixed(int(torch.randint(2**62, (), device="cpu")), group.rank)
     with seeded(seed, group.device):
         yield
@@ -78,18 +78,18 @@ _active: ContextVar[SeededDraws | None] = ContextVar("seeded draws", default=Non
 
 
 def current() -> SeededDraws | None:
-    """The verification's draws within which this is called."""
+    """The active draws of a verification; None outside of one."""
     return _active.get()
 
 
 class SeededDraws(TorchDispatchMode):
-    """Seeds the CPU's generator before every random operator of one micro-batch, whatever device
-    that is for.
+    """Seeds the CPU's generator before every random operator of one micro-batch, on whatever
+    device.
 
     Afterwards the generator is as before. Draws are numbered per operator, in the model's order:
-    `counts[name]` counts them. A stage that holds only some of the model's operators has the
-    `numbers` of its draws. An operator that leaves the generator alone (attention without dropout)
-    made no draw.
+    `counts[name]` counts them. A stage that holds only some of the model's operators is given the
+    `numbers` of its draws. An operator that does not advance the generator (attention without
+    dropout) made no draw.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SeededDraws(TorchDispatchMode):
         self._numbers = numbers
         self._before: list[torch.Tensor] = []
         self._tokens: list[Token[SeededDraws | None]] = []
-        # The outer ones first.
+        # Outermost first.
         self._pieces: list[tuple[Axis, int, tuple[int, ...] | None, bool]] = []
 
     def resumed(self) -> SeededDraws:
@@ -114,7 +114,7 @@ class SeededDraws(TorchDispatchMode):
     def drawing_pieces(
         self, axis: Axis, dim: int, sizes: tuple[int, ...] | None, zigzag: bool
     ) -> Iterator[None]:
-        """Within it, a draw is this rank's piece of the draw for the whole tensor."""
+        """In this context, a draw is this rank's piece of the draw for the whole tensor."""
         self._pieces.append((axis, dim, sizes, zigzag))
         try:
             yield
@@ -122,14 +122,14 @@ class SeededDraws(TorchDispatchMode):
             self._pieces.pop()
 
     def __enter__(self) -> Self:
-        """Keep the state of the generator."""
+        """Save the state of the generator."""
         self._before.append(torch.get_rng_state())
         self._tokens.append(_active.set(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Give the generator its state back."""
+        """Restore the state of the generator."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _active.reset(self._tokens.pop())
         torch.set_rng_state(self._before.pop())
@@ -149,7 +149,7 @@ class SeededDraws(TorchDispatchMode):
         return result
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> Any:
-        """CUDA's own kernel of dropout, by the draw that it makes on the CPU."""
+        """CUDA's dropout kernel, computed from a draw of the CPU."""
         if train is False or not 0.0 < p < 1.0:
             return _CUDA_DROPOUT(x, p, train)
         noise, kept = torch.empty_like(x), torch.ops.aten.bernoulli_.float
@@ -166,7 +166,7 @@ class SeededDraws(TorchDispatchMode):
         for axis, dim, sizes, zigzag in reversed(self._pieces):
             shard = Shard(dim, sizes or (whole.shape[dim] * axis.size,), zigzag)
             shards.append((axis, shard))
-            if is_mutable:  # its values do not matter: they are replaced
+            if is_mutable:  # its values are replaced
                 whole = _alike(whole, shard.shape(whole.shape))
             else:
                 whole = axis.all_gather(whole, shard)
@@ -185,7 +185,7 @@ class SeededDraws(TorchDispatchMode):
 
 
 def _drawn_on_cpu(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of a random operator, drawn by the CPU's generator for whatever device."""
+    """The result of a random operator on any device, drawn by the CPU's generator."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
     if device.type == "cpu":

@@ -1,13 +1,13 @@
-"""Steps of one's own, and the average of the weights behind every so many: local SGD, DiLoCo.
+"""Local steps of each data rank, and an average of the weights after each round: local SGD, DiLoCo.
 
     data 0   w ─ step ─ step ─ step ─► w0 ┐   d = mean of (w - w0, w - w1)      w ─ step ─ ...
     data 1   w ─ step ─ step ─ step ─► w1 ┘   m = momentum m + d                w ─ step ─ ...
                                               w = w - lr (d + momentum m)
 
-With learning rate 1 and momentum 0 that is the mean of the weights (Stich 2019, arXiv 1805.09767);
-with Nesterov's momentum DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1). Every data
-rank keeps the states of its own optimizer from round to round. Differences are added up in the
-order of the data ranks, so that one process can repeat a run to the bit.
+With outer learning rate 1 and momentum 0 that is the mean of the weights (Stich 2019, arXiv
+1805.09767); with Nesterov's momentum DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
+Every data rank keeps the states of its own optimizer from round to round. Differences are added up
+in the order of the data ranks, so that one process can repeat a run to the bit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from parcompiler.runtime.program import RankProgram
 class Rounds:
     """The rounds of one rank, over its trained `weights` by name (masters where it has some).
 
-    `position` is how many steps of the round are done. `anchors` are the weights at its begin, of
-    which an average is a step, and momenta what earlier rounds have left of their steps; where
-    weights are just averaged there are none.
+    `position` counts the steps done in the round. `anchors` are the weights at its begin, on which
+    the outer optimizer steps with its momenta; there are none where weights are just averaged.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class Rounds:
         self.position = 0
 
     def kept(self, kind: str, name: str) -> torch.Tensor | None:
-        """What outlives a step of a weight: its "outer anchor", within a round, or the
-        "outer momentum" of the rounds before."""
+        """A weight's state to save: its "outer anchor", within a round, or its "outer momentum"."""
         anchor = self.anchors.get(name)
         if anchor is None or self._outer is None:
             return None
@@ -61,7 +59,7 @@ class Rounds:
         return momentum
 
     def restore(self, key: str, tensor: torch.Tensor) -> None:
-        """Go on from that, of a kind and name."""
+        """Restore a tensor of `kept`, by kind and name."""
         kind, _, name = key.partition("/")
         if self._outer is not None and kind == "outer anchor":
             self.anchors[name].copy_(tensor)
@@ -76,8 +74,8 @@ class Rounds:
 
     @torch.no_grad()
     def end(self) -> Iterator[Instruction]:
-        """End a step: behind the last one of a round yields each line, and then does it. A
-        collective of the data ranks then."""
+        """End a step. After the last one of a round it yields each line, and then executes it: a
+        collective of the data ranks."""
         self.position = (self.position + 1) % self._program.updates.every
         if self.position:
             return

@@ -1,14 +1,14 @@
 """Which samples of the data each data rank takes in each step: a count, and a rule.
 
 The count is `worker.sample_count`: the samples that all data ranks together have trained on. The
-rule is a picture, here of two data ranks with two samples each:
+rule, for two data ranks with two samples each:
 
-    stream       0 1 2 3   4 5 6 7   8 9 ...     one epoch behind the other, each in its own order
+    stream       0 1 2 3   4 5 6 7   8 9 ...     one epoch after another, each in its own order
     step            1         2         3
     data rank    0 0 1 1   0 0 1 1   0 0 ...
 
-So a run that goes on takes the samples behind the count: none is seen twice, none is left out,
-whatever number of data ranks there was before.
+A resumed run takes the samples from the count on: none is seen twice, none is left out, whatever
+the number of data ranks was before.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Samples(Sampler[list[int]]):
     """The indices of this data rank's batches from now on, for ever: the `batch_sampler` of a
     `torch.utils.data.DataLoader` over a dataset of `count` samples.
 
-    It begins at `worker.sample_count`, where training is: iterate behind `worker.load`. That counts
+    It begins at `worker.sample_count`, where training is: iterate after `worker.load`. That counts
     what was trained on, so a loader may fetch ahead, in processes of its own. Each epoch has
     another order, by `seed`; without `shuffle` it is that of the dataset. A step may begin in one
-    epoch and end in the next, so that every epoch has each sample once. Give all ranks, and a run
-    that goes on, the same arguments. A sample is a row of a batch (a micro-batch, where the inputs
+    epoch and end in the next, so that every epoch has each sample once. Give all ranks, and a
+    resumed run, the same arguments. A sample is a row of a batch (a micro-batch, where the inputs
     have different numbers of rows). An input [1, ...] of a micro-batch beside others of more rows,
     as positions are, is shared by these and no sample. Raises InputError for fewer samples than a
     step takes.
@@ -71,7 +71,7 @@ class Samples(Sampler[list[int]]):
 
 
 def positions(worker: Worker) -> Iterator[range]:
-    """The places in the stream of this data rank's samples, for each step from now on."""
+    """The positions in the stream of this data rank's samples, for each step from now on."""
     program = worker.program
     each = program.samples_of_step // program.grid.batches
     start = worker.sample_count + worker.data_rank * each

@@ -27,8 +27,8 @@ from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
 
 def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None:
-    """Train the worker that `make` gives for a timeout, and compiled or not, as the command line
-    says, on a file of batches or on random ones."""
+    """Train the worker that `make` builds (with the command line's timeout, compiled or not) on a
+    file of batches or on random ones."""
     options = command_line(arguments)
     training.check(options)
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
@@ -43,8 +43,8 @@ def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None
 
 
 def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line. Raises SystemExit where it is wrong, and behind its help, which the first
-    rank alone prints."""
+    """The command line. Raises SystemExit where it is wrong, and after its help, which only the
+    first rank prints."""
     parser = argparse.ArgumentParser(description="train this rank of an exported program")
     parser.add_argument("--steps", type=natural, default=10, help="training steps in all (10)")
     parser.add_argument(
@@ -125,21 +125,21 @@ def random_batch(program: RankProgram, generator: torch.Generator) -> object:
 
 
 def _random_sample(program: RankProgram, spec: Input, generator: torch.Generator) -> torch.Tensor:
-    """What one sample has of an input, or all of one that the rows of a micro-batch share."""
+    """One sample's part of an input; the whole of one that the rows of a micro-batch share."""
     parts = program.samples if program.rows_of_sample(spec) else 1
     return _random(spec, 1, parts, generator)
 
 
 def _joined(program: RankProgram, spec: Input, column: Sequence[torch.Tensor]) -> torch.Tensor:
-    """An input of a batch from those of its samples; of what is shared each micro-batch has that of
-    its first."""
+    """An input of a batch from those of its samples; of a shared input each micro-batch has that of
+    its first sample."""
     if not spec.shape:
         return column[0]
     return torch.cat([*column[:: 1 if program.rows_of_sample(spec) else program.samples]])
 
 
 def _from_file(worker: Worker, path: Path) -> Iterator[object]:
-    """The batches of a file, round and round; what has no rows, or one that all share, is in every
+    """The batches of a file, over and over; inputs without rows, or with a shared one, are in every
     batch."""
     program, tensors = worker.program, dict(read(path))
     rows = _rows_of_samples(program, tensors, path)
@@ -186,7 +186,7 @@ def _rows_of_samples(
 
 
 def _random(spec: Input, times: int, parts: int, generator: torch.Generator) -> torch.Tensor:
-    """One input of so many micro-batches, or of one of the parts of a micro-batch."""
+    """One input for `times` micro-batches, or for one of the `parts` of a micro-batch."""
     shape = (spec.shape[0] * times // parts, *spec.shape[1:]) if spec.shape else ()
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         kind = torch.complex128 if spec.dtype.is_complex else torch.float64

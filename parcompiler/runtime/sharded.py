@@ -29,7 +29,7 @@ def embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     """Rows of a table of `size` rows, of which `weight` [rows here, h] are this rank's; `sparse`:
-    those that are looked up are its gradient."""
+    with row gradients."""
     position, inside, padding = _places(indices, size, padding_idx)
     rows = torch.embedding(weight, position, padding, False, sparse)
     return rows.masked_fill(~inside.unsqueeze(-1), 0)
@@ -59,7 +59,7 @@ def embedding_bag(
 def _places(
     indices: torch.Tensor, size: int, padding_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where indices stand in this rank's piece (0 outside), which are inside, and the padding."""
+    """Positions of indices in this rank's piece (0 outside), which are inside, and the padding."""
     axis = current()
     span = pieces.piece(size, axis.size, axis.rank)
     _check_within(indices, size)
@@ -70,7 +70,7 @@ def _places(
 
 
 def _check_within(indices: torch.Tensor, size: int) -> None:
-    """Fail for an index that is in nobody's piece, as the operator on the whole would."""
+    """Fail for an index that is in no rank's piece, as the operator on the whole would."""
     within = ((indices >= 0) & (indices < size)).all()
     torch._assert_async(within, f"an index is not in a table or among classes of {size}")
 
@@ -84,9 +84,9 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`F.cross_entropy` over `size` classes; `logits` [rows, classes here] are those of this rank.
+    """`F.cross_entropy` over `size` classes; `logits` [rows, classes here] are this rank's.
 
-    `target` [rows] are the classes that count. The result is the same on every rank.
+    `target` [rows] are the right classes. The result is the same on every rank.
     """
     loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         current(), logits, target, size, ignore_index, reduction == "mean", label_smoothing
@@ -97,8 +97,8 @@ def cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     """The loss of a row is log Σ exp(x - m) - (x_target - m), m the largest logit of the row.
 
-    Smoothing by ε takes the logit of the target (1 - ε) times, and that of every class ε / size
-    times. Its gradient is softmax(x) less these shares.
+    Smoothing by ε weighs the logit of the target by 1 - ε, and that of every class by ε / size. The
+    gradient is softmax(x) minus these shares.
     """
 
     @staticmethod
@@ -157,8 +157,8 @@ def cross_entropy_of_rows(
 ) -> torch.Tensor:
     """This rank's part of the mean of a loss; `logits` [rows here, classes], `target` [rows].
 
-    `sizes` are those of segments of the rows, each of which is split by itself. Of so many
-    `classes` tensor ranks have pieces.
+    `sizes` are the segments of the rows, each split by itself. With `classes`, tensor ranks have
+    pieces of that many classes.
     """
     group, shard = current(axis), Shard(0, sizes or (target.shape[0],), zigzag)
     counts = target != ignore_index
@@ -181,7 +181,8 @@ def attention_of_heads(
     axis: str = "tensor",
     **more: Any,
 ) -> torch.Tensor:
-    """Attention of this rank's of `heads` heads; keys and values are whole, for fewer heads."""
+    """Attention of this rank's share of `heads` heads; keys and values are whole, with fewer
+    heads."""
     group = current(axis)
     span = pieces.piece(heads, group.size, group.rank)
     partner = torch.arange(span.start, span.start + span.size, device=key.device)

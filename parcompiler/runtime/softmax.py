@@ -1,8 +1,8 @@
-"""The softmax of one rank's logits by itself, a block of rows at a time and in place.
+"""The local softmax of one rank's logits, a block of rows at a time and in place.
 
-A matrix [n, k] of logits is the largest tensor of a step: it is made once, and the softmax is
-computed in its memory. A block of rows stays in the cache of a CPU; copies in another precision,
-and derivatives, take the memory of one block.
+A matrix [n, k] of logits is the largest tensor of a step: it is allocated once, and the softmax is
+computed in place. A block of rows stays in the cache of a CPU; copies in another precision, and
+derivatives, take the memory of one block.
 
 >>> logits = torch.tensor([[0.0, 1.0, 9.0]])  # the last column is no class
 >>> result = Softmax(size=2).of_block(logits, torch.tensor([0]))
@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 class BlockSoftmax(NamedTuple):
     """The softmax of a block, with largest logit, sum of powers and a column's logit of each row.
 
-    `powers` are in the precision of the products, and where these lay if there was room. `slope`
-    is the derivative of the logits by the product, [rows, k]; None where it is one. `weighted` are
-    the sums of the logits by the weights of their classes, where these are asked for.
+    `powers` are in the precision of the products, and in their memory if they fit there. `slope` is
+    the derivative of the logits by the product, [rows, k]; None where it is 1. `weighted` are the
+    sums of the logits weighted by class, if needed.
     """
 
     powers: torch.Tensor
@@ -47,8 +47,8 @@ class BlockSoftmax(NamedTuple):
 class Softmax:
     """How products [n, k] become a softmax: the first `size` columns are classes.
 
-    `function` makes logits of products, `weights` [k] are those of the classes. `fused` compiles
-    the operations on a block into few kernels.
+    `function` computes logits from products, `weights` [k] are class weights. `fused` compiles the
+    operations on a block into few kernels.
     """
 
     size: int
@@ -75,8 +75,8 @@ class Softmax:
         """From a block of products [rows, k] P' = exp(logits - m') / sum', times the derivative of
         the logits.
 
-        With `m` it is exp(logits - m), which is not divided. `column` [rows] are those whose logits
-        are returned. The products are overwritten.
+        With `m` it is exp(logits - m), undivided. `column` [rows] selects the logits to return. The
+        products are overwritten.
         """
         if self.fused and m is None and self.size:
             return BlockSoftmax(*_fused(self.function)(block, column, self.size, self.weights))
@@ -103,7 +103,7 @@ class Softmax:
     def _powers(
         self, values: torch.Tensor, m: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Largest, sum and powers of logits, where they lie."""
+        """Largest, sum and powers of logits, in place."""
         if self.size == 0:
             m = _least(values) if m is None else m
             return m, values.new_zeros(len(values)), values.zero_()
@@ -124,14 +124,14 @@ def sloped(function: Function, block: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
-    """In which the softmax of logits is computed."""
+    """The dtype in which the softmax of logits is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _logits(
     function: Function | None, block: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logits, in memory of their own or in that of the products, and their derivative."""
+    """The logits, in new memory or in that of the products, and their derivative."""
     if function is None:
         return block.to(precision(block.dtype)), None
     values, slope = sloped(function, block)
@@ -144,7 +144,7 @@ def column_of_rows(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(values: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
-    """The sum of each row's logits by the weights of their classes."""
+    """The sum of each row's logits, weighted by class."""
     return values[:, :size] @ weights[:size].to(values.dtype)
 
 

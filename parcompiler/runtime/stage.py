@@ -15,9 +15,8 @@ from parcompiler.runtime.offload import transfers
 
 
 class Layer(nn.Module):
-    """The base of emitted layers. Attributes are called as in the model; where they are not,
-    `names` has for a tensor or module the model's name, relative to the layer when it starts with
-    a dot."""
+    """The base of emitted layers. Attributes have the names of the model; for others, tensors or
+    modules, `names` has the model's name, relative to the layer if it starts with a dot."""
 
     names: ClassVar[Mapping[str, str]] = {}
 
@@ -26,11 +25,10 @@ class Stage(nn.Module):
     """The base of emitted stages.
 
     `inputs` are tensors of the batch and `receives` values of earlier stages: the arguments of
-    forward. `gives` are its results, in order; the loss comes behind them where `loss` is true, and
-    then those that it `keeps`: outputs of the model.
-    `random` says that some operator draws random numbers, `again` that some run again in the
-    backward.
-    `scopes` maps the path of each block in this module to its path in the user's model.
+    forward. `gives` are its results, in order; after them come the loss if `loss` is true, and the
+    outputs of the model that it `keeps`. `random` says that some operator draws random numbers,
+    `again` that some run again in the backward. `scopes` maps the path of each block in this module
+    to its path in the user's model.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -46,7 +44,7 @@ class Stage(nn.Module):
     _versions: list[int] | None = None  # of the buffers then
 
     def constants(self) -> tuple[torch.Tensor, ...]:
-        """What the stage's own buffers and nothing else decide: positions, tables."""
+        """Values that depend on nothing but the stage's own buffers: positions, tables."""
         return ()
 
     def prepare(self) -> None:
@@ -57,7 +55,7 @@ class Stage(nn.Module):
                 self.once, self._versions = self.constants(), versions
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, with the constants there."""
+        """The forward, after `prepare`."""
         self.prepare()
         with transfers(), RunningAgain() if self.again else nullcontext():
             return super().__call__(*args, **kwargs)
@@ -76,7 +74,7 @@ class Stage(nn.Module):
 
 
 def name_in_model(place: str, names: Mapping[str, str], scope: str) -> str:
-    """The model's name for an attribute of a layer, which `scope` is there.
+    """The model's name for an attribute of a layer that the model calls `scope`.
 
     >>> name_in_model("attention.qkv.weight", {}, "h.3")
     'h.3.attention.qkv.weight'
@@ -94,9 +92,9 @@ def name_in_model(place: str, names: Mapping[str, str], scope: str) -> str:
 
 
 class Unfilled(TorchFunctionMode):
-    """Within it modules are made in float32 and without initial values, as weights are loaded.
+    """In this context modules are made in float32 and uninitialized, as weights are loaded.
 
-    Nobody's random numbers change by it, and large modules are made at once.
+    That draws no random numbers, and is fast for large modules.
     """
 
     def __enter__(self) -> Unfilled:
@@ -113,7 +111,7 @@ class Unfilled(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Leave out the functions of torch.nn.init."""
+        """Skip the functions of torch.nn.init."""
         options = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init":
             return options["tensor"] if "tensor" in options else args[0]

@@ -48,7 +48,7 @@ class StepState:
     used: Counter[Key] = field(default_factory=Counter)  # by stages of this rank
     sent: Counter[Key] = field(default_factory=Counter)  # to other ranks
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    kept: dict[str, dict[int, torch.Tensor]] | None = None  # outputs of the model, where wanted
+    kept: dict[str, dict[int, torch.Tensor]] | None = None  # outputs of the model, if wanted
     mean: torch.Tensor | None = None
     scale: float = 1.0  # of the loss in the backward
 
@@ -62,7 +62,7 @@ def tensors_of(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
 
 
 def share_tensors(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
-    """Let all stages have the tensors of `tensors_of`, which are returned."""
+    """Make all stages share the tensors of `tensors_of`, which are returned."""
     tensors = tensors_of(stages)
     for module, leaf, name in _places(stages):
         setattr(module, leaf, tensors[name])
@@ -70,7 +70,7 @@ def share_tensors(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
 
 
 def _places(stages: Mapping[int, Stage]) -> Iterator[tuple[nn.Module, str, str]]:
-    """Where each tensor stands, and its name in the model."""
+    """Module and attribute of each tensor, and its name in the model."""
     for stage in stages.values():
         for attribute, name in stage.tensor_names().items():
             owner, _, leaf = attribute.rpartition(".")

@@ -4,8 +4,8 @@
                              ├─ mean, variance      that every rank counts as much as the others
     data 1   micro-batch i  ─┘
 
-Ranks exchange 2 numbers a channel, forward and backward. Gradients of weight and bias are
-this rank's part of them: they are averaged with those of all other parameters.
+Ranks exchange 2 numbers a channel, forward and backward. Gradients of weight and bias are this
+rank's part: they are averaged like those of all other parameters.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def _update_statistic(running: torch.Tensor | None, now: torch.Tensor, momentum:
 
 
 def _spread(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A value [c] over the channels of a tensor [b, c, ...]."""
+    """A value [c] in a shape that broadcasts over a tensor [b, c, ...]."""
     return channels.view(-1, *[1] * (like.dim() - 2))
 
 
 class _Normalized(torch.autograd.Function):
     """y = (x - mean) / sqrt(variance + eps) over all ranks; dx = (dy - ⟨dy⟩ - y⟨dy·y⟩) / sqrt(...),
-    where ⟨⟩ is the mean over all that a channel has on all ranks."""
+    where ⟨⟩ is the mean over a channel's elements on all ranks."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Conversions between the ways in which a value stands on the ranks of an axis; all differentiable.
+"""Differentiable conversions between placements of a value on the ranks of an axis.
 
     function          forward          backward                     with partial=True
     fan_out           nothing          all-reduce
@@ -10,11 +10,11 @@
     first             zeros elsewhere  nothing
     once              nothing          zeros elsewhere
 
-Where all ranks hold a value whole, each gets the whole gradient of it, unless `partial`: then each
-gets a summand, for each goes on to use the value for a part of the work. (`fan_out` is the `f` of
-Megatron-LM, 1909.08053, and `all_reduce` its `g`.) The gradient of a parameter that fans out is
-added up over the micro-batches first, and then, once a step, over the ranks. `sizes` is the size of
-the whole dimension, or those of its segments; where it is missing, all ranks hold as much.
+Where all ranks hold a value whole, each gets its whole gradient, unless `partial`: then each gets a
+summand, as each uses the value for a part of the work. (`fan_out` is the `f` of Megatron-LM,
+1909.08053, and `all_reduce` its `g`.) The gradient of a parameter that fans out is accumulated over
+the micro-batches first, and then, once a step, summed over the ranks. `sizes` is the size of the
+whole dimension, or those of its segments; None: all ranks hold equally much.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LinearMap = Callable[[torch.Tensor], torch.Tensor | None]  # a linear map of ten
 
 
 def fan_out(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
-    """A value that every rank goes on to use for its part of the work."""
+    """A value that every rank uses for its part of the work."""
     trace = tracing.active()
     if trace is not None and (place := trace.place(x)) is not None:
         return trace.extra(lambda tensors: (fan_out(tensors[place], axis=axis),), x)[0]
@@ -59,7 +59,7 @@ def all_gather(
     zigzag: bool = False,
     axis: str = "tensor",
 ) -> torch.Tensor:
-    """The whole of the ranks' pieces along `dim`."""
+    """The whole tensor, from the ranks' pieces along `dim`."""
     group = current(axis)
     shard = _shard(dim, sizes, x.shape[dim] * group.size, zigzag)
 
@@ -108,7 +108,7 @@ def all_to_all(
     to_zigzag: bool = False,
     axis: str = "tensor",
 ) -> torch.Tensor:
-    """This rank's piece along the dimension `to` of the whole of the ranks' pieces along `dim`."""
+    """This rank's piece along the dimension `to`, from the ranks' pieces along `dim`."""
     group = current(axis)
     source = _shard(dim, sizes, x.shape[dim] * group.size, zigzag)
     target = _shard(to, to_sizes, source.whole if to == dim else x.shape[to], to_zigzag)
@@ -125,14 +125,14 @@ def first(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
 
 
 def once(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
-    """A value that all ranks have computed alike; the first gets its gradient, others zeros."""
+    """A value that all ranks have computed equally; the first gets its gradient, others zeros."""
     return linear_map(x, lambda x: x.view_as(x), _on_first(axis))
 
 
 def _on_first(axis: str) -> LinearMap:
-    """Zeros on all ranks but the first. In a trace they depend on the value: what does not depend
-    on gradients is moved from a compiled backward to its forward, and what nothing depends on is
-    left out, collectives too, which all ranks must do in the same order."""
+    """Zeros on all ranks but the first. In a trace they depend on the value: the compiler moves
+    operators that do not depend on gradients from the backward to the forward, and removes unused
+    ones, collectives too, which all ranks must call in the same order."""
     if current(axis).rank == 0:
         return torch.clone
     if tracing.active() is not None:
@@ -153,7 +153,7 @@ def _shard(dim: int, sizes: Sizes, size: int, zigzag: bool) -> Shard:
 
 
 def linear_map(x: torch.Tensor, forward: LinearMap, backward: LinearMap) -> torch.Tensor:
-    """`forward(x)`, whose gradient goes back by `backward`. Neither may refer to a tensor."""
+    """`forward(x)`, whose gradient is mapped by `backward`. Neither may refer to a tensor."""
     y: torch.Tensor = _Conversion.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return y
 

@@ -5,8 +5,8 @@ shape and place of each tensor; then comes the raw data (https://huggingface.co/
 Nothing is unpickled and nothing in the file is run. The format has no complex128: such a tensor is
 stored as float64 [..., 2], its real and imaginary parts, and the metadata says which they are.
 
-The library of that name needs more than torch, holds whole files in memory to write them, and
-hashing and syncing them would read them again.
+The safetensors library needs more than torch, holds whole files in memory to write them, and would
+have them read again for hashing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ ALIGNMENT = 8  # bytes: of the header, so that tensors behind it are aligned
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a file says of a tensor before it is written: `make` gives its values."""
+    """A tensor to be written: dtype and shape for the header, and `make`, which returns its
+    values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,7 +50,7 @@ class Described:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Described:
-        """A tensor that is there."""
+        """The description of an existing tensor."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
     @property
@@ -65,8 +66,8 @@ def write(
     *,
     durable: bool = False,
 ) -> str:
-    """Write a file, one tensor in memory at a time; its SHA-256. `durable`: wait until it is on the
-    disk.
+    """Write a file, one tensor in memory at a time. Returns its SHA-256. `durable`: wait until it
+    is on the disk.
 
     Raises OSError when it cannot be written, InputError for a dtype that the format lacks.
     """
@@ -141,11 +142,11 @@ class File:
         }
 
     def names(self) -> Sequence[str]:
-        """The tensors."""
+        """The names of the tensors."""
         return list(self._entries)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The elements of a tensor."""
+        """The dtype of a tensor."""
         return torch.complex128 if name in self._pairs else self._entries[name][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -164,7 +165,8 @@ class File:
         dtype, shape, begin, count = self._entries[name]
         if not box.count:
             return
-        # Two numbers of 8 bytes are read as one of 16, and kernels crash where that is not aligned.
+        # Pairs of 8-byte numbers are read as 16-byte ones; kernels crash where those are not
+        # aligned.
         if begin % self.dtype(name).itemsize:
             raw = bytearray(self._map[begin : begin + count * dtype.itemsize])
             whole = torch.frombuffer(raw, dtype=dtype)

@@ -1,6 +1,6 @@
 """A file of tokens, mapped into memory, as rows of a model's inputs.
 
-    tokens      5 9 2 7 4 8 1 3 6 ...        one text behind the other
+    tokens      5 9 2 7 4 8 1 3 6 ...        one text after another
     row 0       5 9 2 7                      tokens
                 9 2 7 4                      labels: the tokens that follow (or the same, for models
     row 1               4 8 1 3                      that shift by themselves, as transformers' do)
@@ -35,9 +35,9 @@ def write_tokens(
     """Write a file of `tokens` at `path`, in the narrowest integers that hold them; returns their
     number.
 
-    `tokens` is a tensor, an array of numpy, a list of integers, or an iterable of tensors. What an
-    iterable yields must be `below` a number (None: 2³¹ - 1), which decides how wide the integers
-    are. `facts` are kept in the JSON beside the file. Raises InputError for a larger token.
+    `tokens` is a tensor, an array of numpy, a list of integers, or an iterable of tensors. The
+    tokens of an iterable must be less than `below` (None: 2³¹ - 1), which decides the width of the
+    integers. `facts` are kept in the JSON beside the file. Raises InputError for a larger token.
     """
     listed = isinstance(tokens, list) and isinstance(next(iter(tokens), 0), int)
     if listed or hasattr(tokens, "__array__"):
@@ -72,9 +72,9 @@ def _parts(tokens: Any) -> Iterator[torch.Tensor]:
 class TokenRows(Dataset[dict[str, torch.Tensor]]):
     """Rows of `length` tokens with their labels, as the inputs that a worker's program has.
 
-    `part` is which of all rows: (0.0, 0.95) are those of the first 95 %. With `labels` "next" they
-    are the tokens that follow, with "same" the tokens themselves. Raises InputError where the file
-    is none of tokens, or the program has other inputs than rows of tokens and labels.
+    `part` selects rows: (0.0, 0.95) are the first 95 %. Labels are the tokens that follow with
+    `labels` "next", the tokens themselves with "same". Raises InputError where it is no file of
+    tokens, or the program has other inputs than rows of tokens and labels.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TokenRows(Dataset[dict[str, torch.Tensor]]):
 
 
 def described(path: Path) -> Mapping[str, Any]:
-    """What stands beside a file of tokens. Raises InputError where that is no such file."""
+    """The JSON beside a file of tokens. Raises InputError where it is not one."""
     try:
         facts = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
         size = DTYPES[facts["dtype"]].itemsize * facts["tokens"]
@@ -131,8 +131,8 @@ def described(path: Path) -> Mapping[str, Any]:
 
 
 def columns(program: RankProgram) -> tuple[str, str]:
-    """The inputs that have tokens and labels, "" for no labels. Raises InputError where there are
-    others."""
+    """The keys of the inputs for tokens and labels ("": no labels). Raises InputError where there
+    are other inputs."""
     rows = [s for s in program.inputs.values() if len(s.shape) == 2 and s.dtype == torch.int64]
     if len(rows) not in (1, 2) or len(rows) != len(program.inputs):
         listed = ", ".join(f"{s.key} {s.shape} {s.dtype}" for s in program.inputs.values())

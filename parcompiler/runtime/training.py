@@ -1,6 +1,6 @@
 """The training loop of emitted scripts: data, learning rate, evaluation, metrics, profile.
 
-The learning rate is a function of the step alone, so that a run that goes on has it:
+The learning rate is a function of the step alone, so that a resumed run continues it:
 
     step    0 ── W ───────── N
     rate    up to 1 │ down to a tenth, as a cosine or a line
@@ -25,7 +25,7 @@ from parcompiler.runtime.samples import Samples
 from parcompiler.runtime.tokens import LABELS, TokenRows
 from parcompiler.runtime.worker import Worker
 
-LEAST = 0.1  # of the learning rate, where a decay ends
+LEAST = 0.1  # share of the learning rate at the end of a decay
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def rate_at(step: int, options: argparse.Namespace) -> float:
-    """The share of the learning rate in a step, counted from 0."""
+    """The factor of the learning rate in a step, counted from 0."""
     if step < options.warmup:
         return float((step + 1) / options.warmup)
     if options.decay == "none":
@@ -101,7 +101,7 @@ def rate_at(step: int, options: argparse.Namespace) -> float:
 
 
 def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW as the options say: in fused kernels on a GPU, and where layers are compiled too."""
+    """AdamW as the options say, fused on a GPU or where layers are compiled."""
     decay, fused = options.weight_decay, worker.device.type == "cuda" or worker.compiled
     more: dict[str, Any] = {"fused": True} if fused else {}
     if decay is not None:
@@ -116,7 +116,8 @@ def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Opt
 
 
 class Training:
-    """The steps of one worker from where it is to the last, with all that is between them."""
+    """The steps of one worker from its step count to the last, with evaluations, metrics and
+    checkpoints."""
 
     def __init__(self, worker: Worker, options: argparse.Namespace, checkpoints: Run) -> None:
         self._worker, self._options, self._checkpoints = worker, options, checkpoints
@@ -142,7 +143,7 @@ class Training:
                 raise InputError(message)
 
     def run(self, batches: Iterator[object]) -> None:
-        """Train to the last step, and write what the options want of it."""
+        """Train to the last step, and write metrics and profile as the options say."""
         worker, options, metrics = self._worker, self._options, self._metrics
         scheduled = options.warmup or options.decay != "none"
         profiler: Any = None
@@ -178,7 +179,7 @@ class Training:
                 print(f"weights: {options.publish}", flush=True)
 
     def _evaluate(self, held: TokenRows) -> None:
-        """The mean loss of the rows that are held out, or of the first of them."""
+        """Report the mean loss of the held-out rows, or of the first of them."""
         worker, program = self._worker, self._worker.program
         each = program.samples * program.grid.batches
         count = min(program.microbatches, len(held) // each)
@@ -210,7 +211,7 @@ def token_batches(worker: Worker, options: argparse.Namespace) -> Iterator[objec
 
 
 def profiled(text: str | None, steps: int) -> range:
-    """The steps of a run that a profile is of: 10-12, or 10. Raises InputError for others.
+    """The steps to profile, from a text such as 10-12, or 10. Raises InputError for others.
 
     >>> profiled("10-12", 20), profiled("10", 20), profiled(None, 20)
     (range(10, 13), range(10, 11), range(0, 0))

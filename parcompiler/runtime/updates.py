@@ -46,11 +46,10 @@ EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 class Updates:
     """The optimizer of one rank, over its `parameters` by name.
 
-    `total` adds a tensor up over all ranks in place. `norm` is that of the gradients of this step
-    before they were clipped, once it is known; `scale` that of the loss, for float16. `updated` are
-    the parameters that the optimizer changes or their masters copy to: with `parts` those are rows.
-    Who makes it gives it the `rounds` of data ranks that step by themselves, or their server
-    (`serving`).
+    `total` sums a tensor over all ranks in place. `norm` is that of this step's gradients before
+    clipping, once it is known; `scale` is that of the loss, for float16. `updated` are the
+    parameters that this rank updates, itself or through masters: with `parts` these are rows. The
+    caller sets `rounds`, where data ranks step by themselves, or `serving`, where a server does.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Updates:
         self.scale = LossScale() if program.narrow == torch.float16 else None
         self.norm: torch.Tensor | None = None
         self._program, self._parameters = program, parameters
-        # What goes to parts of data ranks is added up there.
+        # Gradients of parameters in `parts` are accumulated there.
         in_pieces = parts.parameters if parts is not None and parts.level > 1 else {}
         sum_in_float32(
             parameter
@@ -79,10 +78,10 @@ class Updates:
         self._optimizer: torch.optim.Optimizer | None = None
         self._max_norm: float | None = None
         self.error_if_nonfinite = False
-        self.handed_out = False  # parameters, into which their user may write
+        self.handed_out = False  # parameters, which the user may write to
         self._pushes = [x for x in program.instructions if x.kind is Kind.PUSH_PULL]
-        self._factor = self._ones()  # times `grad` is the gradient, where masters are
-        self._agree = self._ones().bool()  # whether the scales of all ranks are one
+        self._factor = self._ones()  # times `grad` is the gradient, with masters
+        self._agree = self._ones().bool()  # whether all ranks have the same scale
         self.rounds: Rounds | None = None
         self.serving: Serving | None = None
 
@@ -111,8 +110,8 @@ class Updates:
         gather: Callable[[str], list[str]] = lambda text: [text],
     ) -> torch.optim.Optimizer:
         """Make the optimizer; every step clips the gradients to `max_norm` if there is one.
-        `elementwise` is whether it works element by element (None: as is known of it); `gather` has
-        the texts of all ranks, which agree on `groups`."""
+        `elementwise` says whether it works element by element (None: by its class); `gather`
+        returns the texts of all ranks, which agree on `groups`."""
         check_kind(kind)
         if tables := sorted(self.trained().keys() & self._program.row_gradients.keys()):
             check_takes_rows(kind, tables, options)
@@ -156,14 +155,14 @@ class Updates:
         return scale
 
     def adopt(self) -> None:
-        """Let masters of 16-bit parameters, and these, have what the user has written into the
-        other. (With a server parameters are copies of its masters.)"""
+        """Copy what the user has written into masters to 16-bit parameters, or the other way round.
+        (With a server parameters are copies of its masters.)"""
         if self.serving is None:
             self.masters.adopt(parameters=self.handed_out)
 
     @torch.no_grad()
     def swap(self, key: str) -> None:
-        """Exchange the weights and a state that the optimizer has of each. A collective of the data
+        """Swap the weights with a state that the optimizer has of each. A collective of the data
         ranks where each has rows of them. Raises InputError where no weight has that state."""
         states, swapped = self.optimizer.state, False
         for weight in self.weights().values():
@@ -180,14 +179,14 @@ class Updates:
             self._flight.note(line)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of the model to a norm; the norm that they had. A collective."""
+        """Clip the gradients of the model to a norm. Returns the norm before. A collective."""
         max_norm = _checked_norm(max_norm)
         size = self._measured()
         coefficient = (max_norm / (size + EPSILON)).clamp(max=1.0)
         if self._program.narrow is None:
             for _, gradient in self._raw():
                 gradient.mul_(coefficient)
-        else:  # 16 bits are not rounded once more
+        else:  # do not round 16-bit gradients again
             self._factor = self._factor * coefficient
         return size
 
@@ -225,14 +224,14 @@ class Updates:
         return {name: p for name, p in self._parameters.items() if p.requires_grad}
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """What the optimizer changes by name: masters where there are some."""
+        """The tensors that the optimizer changes, by name: masters where there are some."""
         masters = self.masters.by_name
         own = {name: masters.get(name, p) for name, p in self.updated.items()}
         return {name: weight for name, weight in own.items() if weight.requires_grad}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of what this rank updates, by name: unscaled, whole, in float32 where
-        masters are."""
+        """The gradients of `updated`, by name: unscaled, dense, and in float32 in a 16-bit
+        program."""
         if self._program.narrow is None:
             return {name: g.to_dense() if g.is_sparse else g for name, g in self._raw()}
         wide = ((n, g.to(torch.promote_types(g.dtype, torch.float32))) for n, g in self._raw())
@@ -244,7 +243,7 @@ class Updates:
 
     @torch.no_grad()
     def _turn(self, parts: DataParts) -> None:
-        """Share the parameters out whole, or in rows again; their masters keep their values."""
+        """Switch between sharing parameters out whole and in rows; masters keep their values."""
         before, narrow = self.masters.by_name, self._program.narrow
         trained = (n for n, p in parts.parameters.items() if p.dtype == narrow and p.requires_grad)
         wholes = parts.joined(before, dict.fromkeys(trained, torch.float32))
@@ -285,9 +284,8 @@ class Updates:
             raise InputError(message)
 
     def _is_good(self) -> bool:
-        """Whether the step is to be made, which is the same on all ranks; the scale takes note.
-        Raises InputError on all where some have another scale: their gradients are of different
-        losses."""
+        """Whether to make the step, the same on all ranks; updates the scale. Raises InputError on
+        all ranks if their scales differ, as gradients would be of different losses."""
         if self.scale is None and not self.error_if_nonfinite:
             return True
         size = self._measured() if self.norm is None else self.norm
@@ -305,8 +303,8 @@ class Updates:
         return finite
 
     def _measured(self) -> torch.Tensor:
-        """The 2-norm of the model's gradients as they are now, a float64 scalar; the first one of a
-        step is kept in `norm`. A collective.
+        """The 2-norm of the model's current gradients, a float64 scalar; the first one of a step is
+        kept in `norm`. A collective.
 
         Each tensor's norm is computed in float32 (float64 for float64), their squares are added in
         float64. Rows that pad a vocabulary have zeros where data ranks have rows of their own.
@@ -326,7 +324,7 @@ class Updates:
         return size
 
     def _total_of(self, squares: torch.Tensor) -> None:
-        """Add up the squares of all ranks, in place, and note whether their scales are one."""
+        """Sum the squares over all ranks, in place, and note whether their scales are equal."""
         if self.scale is None:
             self._total(squares)
             return
@@ -343,8 +341,8 @@ class Updates:
                 yield name, parameter.grad
 
     def _share_out(self) -> None:
-        """Set `updated` to what this rank updates, its parameters or its rows of them, and make the
-        masters of that."""
+        """Set `updated` to the parameters, or rows of them, that this rank updates, and make their
+        masters."""
         self.updated = dict(self._parameters)
         if self._parts is not None:
             for name in self._parts.parameters:
@@ -365,7 +363,7 @@ class Updates:
 
 
 def _counts(program: RankProgram, name: str, *, part: bool) -> bool:
-    """Whether the norm counts this rank's copy or piece of a tensor; `part`: rows of it that no
+    """Whether this rank's copy or piece of a tensor counts in the norm; `part`: it is rows that no
     other data rank has."""
     at = program.coordinate
     first = at.data < program.expert if name in program.experts else not at.data
@@ -391,7 +389,7 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _checked_norm(max_norm: object) -> float:
-    """The largest norm that a user allows. Raises InputError unless it is a positive number."""
+    """The user's `max_norm`. Raises InputError unless it is a positive number."""
     number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
     if not number or math.isnan(float(max_norm)) or float(max_norm) <= 0:  # type: ignore[arg-type]
         message = f"max_norm must be a positive number ({max_norm!r} given)"

@@ -1,17 +1,17 @@
 """Weight stashing: the backward of a micro-batch uses the weights that its forward used.
 
 PipeDream (1806.03377, section 3.3) updates the weights after every backward, while micro-batches
-that were forwarded with older ones are still on their way. On rank 0 of 2, with the version that
-each forward used behind it:
+that were forwarded with older ones are in flight. On rank 0 of 2, with the version that each
+forward used:
 
     F0 v0   F1 v0   B0 U0 -> v1   F2 v1   B1 U1 -> v2   F3 v2 ...
                     [1]                   [2]
 
 A forward runs on leaves that share the memory of the parameters. An update moves the gradients
 from the leaves of its micro-batch to the parameters. [1] If a micro-batch in flight still needs
-the memory of the current version (1 does), the parameters first get memory of their own, and what
-they had is stashed. [2] A version ends with its last micro-batch, so there are never more of them
-than micro-batches in flight. Frozen parameters and buffers have no versions.
+the memory of the current version (1 does), the parameters first move to new memory, and the old one
+is stashed. [2] A version ends with its last micro-batch, so there are never more versions than
+micro-batches in flight. Frozen parameters and buffers have no versions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Versions:
         step()
 
     def count(self, j: int) -> int:
-        """How many versions of the weights of stage `j` are in memory, with the current one."""
+        """The number of versions of the weights of stage `j` in memory, the current one
+        included."""
         older = {id(version) for (stage, _), version in self._used.items() if stage == j}
         return len(older - {id(self._current.get(j))}) + 1
 
@@ -65,8 +66,9 @@ class Versions:
 def _version(stage: Stage) -> Version:
     """Leaves that share the memory of the parameters.
 
-    They are made of `data`: after a `detach`, autograd would take an update of the parameters, in
-    their new memory, for a change of the tensors that it saved.
+    They are made of `data`: after a `detach` they would share a version counter, and autograd would
+    take an update of the parameters, in their new memory, for a change of the tensors that it
+    saved.
     """
     leaves = {p: p.data.requires_grad_() for p in stage.parameters() if p.requires_grad}
     paths = stage.named_parameters(remove_duplicate=False)

@@ -1,11 +1,11 @@
 """The layers of the vocabulary on one rank: its rows of every table, and the model's functions.
 
     rank 0   rows 0 ... k-1       of the embedding, of the head, of its bias and class weights
-    rank 1   rows k ... 2k-1      alike on all ranks of a pipeline
+    rank 1   rows k ... 2k-1      on every rank of a pipeline
     rank 2   rows 2k ... V-1, 0   padded with zeros to k rows, which are no words
 
-The model, its checkpoints and gathered gradients have tensors whole: [V, ...]. `vocabulary.py` of
-an exported folder has a class on this base; `vocabulary_passes` runs `head` and `lookup` on it.
+The model, its checkpoints and gathered gradients have whole tensors [V, ...]. `vocabulary.py` of an
+exported folder has a class on this base; `vocabulary_passes` runs `head` and `lookup` on it.
 
 >>> rows(13, 4, ranks=2).shape, rows(13, ranks=2).shape
 (torch.Size([8, 4]), torch.Size([8]))
@@ -31,7 +31,7 @@ Batch = Mapping[str, torch.Tensor]  # a micro-batch by the names of its tensors
 class Lookup:
     """An embedding: rows of `weight` by indices that are computed from `inputs` of the batch.
 
-    `indices` names the method that does it; without one the only input is the indices. The row
+    `indices` names the method that computes them; without one they are the only input. The row
     `padding_idx` gets no gradient.
     """
 
@@ -45,11 +45,11 @@ class Lookup:
 class Head:
     """`scale * cross_entropy(logits(x Wᵀ + b), targets)`, of the value `x` [n, h].
 
-    Names of attributes and methods: those without a default are always there. `targets` [n] are
-    the only input where no method computes them; `logits` says that there is a method of this name,
-    an elementwise function. Where `axis` names one, its ranks have rows each, and the loss is the
-    sum over them; with `sizes` the targets are those of all rows, in segments of which each rank
-    has its piece (`zigzag`: a chunk from either end).
+    The fields name attributes and methods of the emitted class. `targets` [n] are the only input
+    where no method computes them; `logits` says that there is a method of this name, an elementwise
+    function. If `axis` is set, each of its ranks has some of the rows, and the loss is the sum over
+    ranks; with `sizes` the targets are of all rows, in segments of which each rank has a piece
+    (`zigzag`: a chunk from either end).
     """
 
     x: str
@@ -69,10 +69,10 @@ class Head:
 
 
 class Vocabulary(nn.Module):
-    """The base of the emitted class; this is rank `index` of those that have all rows.
+    """The base of the emitted class; this is rank `index` of the `ranks` that share the rows.
 
-    `size` has the rows on the whole of every tensor by its attribute, `lookups` the embeddings by
-    the values that they give, `names` the tensors' names in the model.
+    `size` has the total rows of every tensor by attribute, `lookups` the embeddings by the values
+    that they compute, `names` the tensors' names in the model.
     """
 
     method: ClassVar[str] = "vocab-2"
@@ -102,7 +102,7 @@ class Vocabulary(nn.Module):
             yield name, self.tensor(attribute)
 
     def computed(self, method: str, names: tuple[str, ...], batch: Batch) -> torch.Tensor:
-        """The result of a method on tensors of the batch; the only tensor where it has no name."""
+        """The result of a method on tensors of the batch; the only tensor if `method` is empty."""
         tensors = [batch[name] for name in names]
         if not method:
             (tensor,) = tensors
@@ -139,12 +139,12 @@ class VocabularyRows:
         return self._dim(name, padded), span
 
     def unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of this rank that the model has; any other tensor as it is."""
+        """The rows of this rank without padding; a tensor that is not in rows as it is."""
         if name not in self.sizes:
             return tensor
         span = pieces.own_rows(self.sizes[name], len(self.ranks), self._index)
         return tensor.narrow(self._dim(name, tensor), 0, span.size)
 
     def _dim(self, name: str, padded: torch.Tensor) -> int:
-        """The dimension of a tensor that its rows lie along: a bias may be [1, V] in the model."""
+        """The dimension of a tensor's rows: a bias may be [1, V] in the model."""
         return padded.shape.index(pieces.rows(self.sizes[name], len(self.ranks)))

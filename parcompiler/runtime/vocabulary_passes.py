@@ -6,7 +6,7 @@
     FORWARD ─► x_made ─► BROADCAST ─► x ─► S ─► parts ─► EXCHANGE ─► exchanges ─► loss
     BACKWARD ◄─ gradient_receipts ◄─ REDUCE ◄─ T  (vocab-2: S and the exchange)
 
-Collectives are put into a queue where they stand in the list; their first user waits for them.
+Collectives enter a queue in the order of the list; their first user waits for them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from parcompiler.runtime.state import Awaited, Key, StepState, key_of, microbatc
 from parcompiler.runtime.vocabulary import Batch, Vocabulary
 
 FUSED = "PARCOMPILER_FUSED"  # "1": compile the operations on logits into few kernels
-ASKS_FIRST = frozenset({"naive", "interlaced"})  # for the largest logit, and normalizes by it
+ASKS_FIRST = frozenset({"naive", "interlaced"})  # exchange the maximum first, normalize by it
 
 
 @dataclass
 class LiveTensors:
-    """The live tensors of one step; parts are this rank's."""
+    """The live tensors of one step; "parts" are this rank's summands."""
 
     embedded: dict[Key, torch.Tensor] = field(default_factory=dict)  # parts
     gradients: dict[Key, Awaited] = field(default_factory=dict)  # of embedded values
@@ -83,7 +83,7 @@ class VocabularyPasses:
         self._live = LiveTensors()
 
     def take(self, key: Key, tensor: torch.Tensor) -> None:
-        """Take the input of the head; other values of stages are passed over."""
+        """Take the input of the head; other values of stages are ignored."""
         if self._head is not None and key[0] == self._head.head.x:
             self._live.x_made[key[1]] = tensor
 
@@ -93,7 +93,7 @@ class VocabularyPasses:
             self._factors(state, i)
 
     def end(self) -> None:
-        """Keep nothing."""
+        """Drop the tensors of the step."""
         self._live = LiveTensors()
 
     # The embeddings.
@@ -128,7 +128,7 @@ class VocabularyPasses:
     # Messages between ranks.
 
     def _broadcast(self, state: StepState, instruction: Instruction) -> None:
-        """Start giving every rank a tensor of one: x, or the gradient of an embedded value."""
+        """Start broadcasting a tensor to every rank: x, or the gradient of an embedded value."""
         name, i = key = key_of(instruction)
         assert instruction.peer is not None
         value, live = self._program.values[name], self._live
@@ -142,7 +142,7 @@ class VocabularyPasses:
             live.x[i] = Awaited(instruction, pending)
 
     def _reduce(self, state: StepState, instruction: Instruction) -> None:
-        """Start adding up an embedded value, or the gradient of x, where it is used."""
+        """Start summing an embedded value, or the gradient of x, on the rank that uses it."""
         name, i = key = key_of(instruction)
         assert instruction.peer is not None
         shape = self._program.values[name].shape
@@ -159,7 +159,7 @@ class VocabularyPasses:
             state.receipts[key] = message
 
     def _exchange(self, state: StepState, instruction: Instruction) -> None:
-        """Start giving all ranks the statistics of this one."""
+        """Start exchanging the statistics of all ranks."""
         kind, i = key_of(instruction)
         logits = self._live.logits[i]
         if kind == "maximum":
@@ -176,7 +176,7 @@ class VocabularyPasses:
     # The head.
 
     def _s(self, state: StepState, instruction: Instruction) -> None:
-        """The logits of this rank, and their softmax by itself."""
+        """The logits of this rank, and their local softmax."""
         i = microbatch_of(instruction)
         rows, live = self._rows, self._live
         x = self._awaited(live.x.pop(i)).flatten(0, -2)
@@ -191,7 +191,7 @@ class VocabularyPasses:
             self._drop_powers_in_evaluation(state, logits)
 
     def _normalize(self, state: StepState, instruction: Instruction) -> None:
-        """Powers of the logits of this rank by the largest of all."""
+        """Powers of the logits of this rank, with the largest logit of all ranks."""
         i = microbatch_of(instruction)
         logits = self._live.logits[i]
         head.normalize(self._rows, logits, self._awaited(self._live.exchanges.pop(i)))
@@ -209,7 +209,7 @@ class VocabularyPasses:
         if x_sum is None and logits.product is not None:
             live.x_gradients[i] = head.input_gradient(self._rows, logits, factors)
         if factors.everyone is not None and x_sum is not None:
-            self._awaited(x_sum)  # it reads tensors that T changes
+            self._awaited(x_sum)  # that sum reads tensors that T changes
         head.weight_gradient(self._rows, logits, factors)
         live.matrices.give(logits.powers)
 
@@ -225,13 +225,13 @@ class VocabularyPasses:
         return lambda: rows
 
     def _x_gradient(self, i: int) -> Callable[[], torch.Tensor]:
-        """This rank's part of the gradient of x; under vocab-2 once the statistics are there."""
+        """This rank's part of the gradient of x; with vocab-2 once the statistics have arrived."""
         live = self._live
         if i in live.x_gradients:
             gradient = live.x_gradients.pop(i)
             return lambda: gradient
         logits, exchange = live.logits[i], live.exchanges[i]
-        product = logits.product  # on a GPU it is read when `logits` has let go of it
+        product = logits.product  # a GPU reads it after `logits` has dropped it
 
         def weighed() -> torch.Tensor:
             factors, _ = self._factors_and_loss(logits, exchange.pending.wait())
@@ -241,7 +241,7 @@ class VocabularyPasses:
         return weighed
 
     def _factors(self, state: StepState, i: int) -> head.Factors:
-        """The factors of the gradient of the logits; the loss is noted beside it."""
+        """The factors of the gradient of the logits; notes the loss too."""
         live = self._live
         if i not in live.factors:
             exchanged = self._awaited(live.exchanges.pop(i))

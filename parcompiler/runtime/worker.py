@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(minutes=10)
 LONGEST = 10**8  # s that a timeout may have
-BACKSTOP = timedelta(seconds=5)  # from a timeout to that of the process groups
+BACKSTOP = timedelta(seconds=5)  # from the worker's timeout to the process groups'
 CLOSED = "worker.close() was called"
 Metrics = Callable[[dict[str, torch.Tensor], Any], Mapping[str, float]]
 Kept = dict[str, dict[int, torch.Tensor]]  # outputs by value and micro-batch
@@ -67,31 +67,32 @@ class Worker:
     """One rank. `stages` makes its modules; `tensors` are its weights by their names in the model.
 
     `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some. `hooks`
-    are the model's hooks on gradients, by the name of the parameter.
-    `folder` is the exported one that a script stands in: its weights are loaded, and all ranks
-    compare the checksums of its scripts and weights. Where the loss is a mean over the targets of
-    all micro-batches, `counted` returns how many one micro-batch has, from the tensors that its
-    arguments name. `request` is what the compiler was asked for, which checkpoints keep; with a
-    `folder` it is read from there. Published weights that it names are loaded here; where they
-    cannot be, the first call that needs weights says why, unless others were loaded before.
+    are the model's gradient hooks, by parameter name. `folder` is the exported folder of a script:
+    its weights are loaded, and all ranks compare the checksums of its scripts and weights. Where
+    the loss is a mean over the targets of all micro-batches, `counted` returns how many one
+    micro-batch has, from the tensors that its arguments name. `request` is the request to the
+    compiler, which checkpoints keep; with a `folder` it is read from there. Published weights that
+    it names are loaded here; if they cannot be, the first call that needs weights says why, unless
+    others were loaded before.
 
     The tensor and pipeline ranks of a data coordinate are given the same batch. They compare their
     batches in the first step, and in every `check_batches`-th one from there on; in the
     first alone where that is 0. It must be the same on all ranks. In the first call after weights
-    were loaded otherwise than from `folder`, ranks compare digests of those that they share.
+    were loaded from elsewhere than `folder`, ranks compare digests of the weights of which several
+    have copies.
 
-    Starts torch.distributed from torchrun's environment unless the caller has; then it is the
-    caller's to end. Raises LaunchError when the number of processes is not the plan's, or the ranks
-    run different programs. After a failure a worker is closed: all ranks start again from weights.
+    Initializes torch.distributed from torchrun's environment, unless the caller has; then the
+    caller destroys it. Raises LaunchError when the number of processes is not the plan's, or the
+    ranks run different programs. After a failure a worker is closed: all ranks must start again
+    from saved weights.
 
     A wait that takes longer than `timeout` (a timedelta, or seconds) ends with a LaunchError that
     says where every rank is and since when; a rank that dies is noticed within seconds. `flight`
     has the last instructions of this rank, and writes them into its `folder` when the run fails.
-    With `compiled` the layers of stages go through torch.compile's compiler, here and now for
-    training, and before the first evaluation for that. Raises LaunchError where there is no
-    compiler, and for a layer that cannot be compiled, with its line.
-    Steps, evaluations and methods that say "Collective" are for all ranks to call, equally often
-    and in one order.
+    With `compiled` the layers of stages go through torch.compile's compiler: for training at once,
+    for evaluation before the first one. Raises LaunchError where there is no compiler, and for a
+    layer that cannot be compiled, with its line. All ranks must call steps, evaluations and methods
+    that say "Collective" equally often and in the same order.
     """
 
     def __init__(
@@ -128,14 +129,14 @@ class Worker:
         self._count_targets = counted
         self.folder = folder
         self._copied: torch.Event | None = None  # the last batch is on the device
-        self._closed = ""  # why nothing runs any more
-        self._refused = ""  # why this rank does not take part in the call that others may be in
+        self._closed = ""  # why the worker is closed
+        self._refused = ""  # why this rank refused the call that others may be in
         self.check_batches = CHECK_BATCHES
         self._calls = {True: 0, False: 0}  # of training and of evaluation
         self._owner = not dist.is_initialized()
         store = meet(program, timeout)
         self.flight = FlightRecorder()
-        # The watch says who is late, and aborts the groups, before their own timeouts do.
+        # The watch names late ranks and aborts the groups before their own timeouts do.
         self._channels = Channels(
             program, self.device, timeout + BACKSTOP, self._explained, self.flight
         )
@@ -181,7 +182,7 @@ class Worker:
                 atexit.register(self._updates.serving.abandon)
             self._interpreter.update = self._updates.apply
             for axis in self._channels.axes.values():
-                if axis.name != "data":  # whose ranks draw by themselves
+                if axis.name != "data":  # whose ranks draw different numbers
                     self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
             self._predictions = Predictions(program, self._channels, self._vocabulary)
             state = RankState(program, self._interpreter, self._updates, self._calls)
@@ -198,7 +199,7 @@ class Worker:
         if folder is not None and request and request.get("weights"):
             try:
                 self.load_pretrained(request["weights"])
-            except InputError as error:  # on all ranks; a run that goes on does without
+            except InputError as error:  # on all ranks; a resumed run does not need them
                 self._tensors.lacking = str(error)
 
     @property
@@ -223,9 +224,9 @@ class Worker:
 
         `batch` has the form of the compiled inputs with `microbatches` times the rows. Gradients
         are those of this batch, reduced over the ranks that share a tensor; parameters stay.
-        Raises InputError for a batch of another form, for another one than the other ranks of the
-        data coordinate have, and for an asynchronous program: nothing has been sent then, and the
-        worker goes on. Raises LaunchError when any rank fails.
+        Raises InputError for a batch of another form, for a batch that differs from that of the
+        other ranks of the data coordinate, and for an asynchronous program: nothing has been sent
+        then, and the worker stays usable. Raises LaunchError when any rank fails.
         """
         self._check_synchronous()
         return self._trained(batch)
@@ -233,10 +234,10 @@ class Worker:
     def train_step(self, batch: object) -> torch.Tensor:
         """`step`, then an optimizer step; the gradients are freed. Returns the mean loss.
 
-        With "pipedream" every micro-batch is a minibatch of its own: the optimizer steps behind
-        each backward, by the gradient of that loss alone, so `microbatches` times in a call. (A
-        scheduler of the learning rate moves when its own `step` is called, as ever.) The pipe
-        fills and drains once in a call: give it many micro-batches.
+        With "pipedream" every micro-batch is a minibatch of its own: the optimizer steps after each
+        backward, by the gradient of that loss alone, so `microbatches` times in a call. (A
+        learning-rate scheduler moves when its own `step` is called, as ever.) The pipeline fills
+        and drains once in a call: give it many micro-batches.
         """
         self._check_open()
         self._updates.optimizer  # noqa: B018 (refuses to begin without one)
@@ -266,17 +267,17 @@ class Worker:
     ) -> torch.Tensor | dict[str, float]:
         """The mean loss of one `batch` in evaluation mode (no dropout), without gradients.
 
-        `metrics` makes further numbers by name of the outputs that the model was compiled to keep
-        and the batch, on the first rank of each data coordinate; then a dictionary is returned on
-        every rank, of the loss and the means of these over data coordinates.
+        `metrics` computes further numbers by name from the outputs that the model was compiled to
+        keep and the batch, on the first rank of each data coordinate; then every rank returns a
+        dictionary of the loss and of their means over data coordinates.
 
         Parameters and buffers stay as they are, and later steps draw the same random numbers. The
-        batch may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
-        of theirs, so an average over batches weighs each by its rows. Raises InputError for other
-        numbers of rows, as `step` does.
+        batch may have fewer micro-batches than a step, equally many on all ranks: the loss is the
+        mean over these, so an average over batches must weigh each by its rows. Raises InputError
+        for other numbers of rows, as `step` does.
 
-        What changes with the mode are operators: dropout, attention's dropout, norms. Python of the
-        model that branches on `self.training` was followed once, when the model was captured.
+        The mode changes operators only: dropout, attention's dropout, norms. Branches of the
+        model's Python code on `self.training` were decided when the model was captured.
         """
         self._settle()
         if metrics is None:
@@ -301,11 +302,11 @@ class Worker:
         """On rank 0 the outputs that the model was compiled to keep, by name on the CPU, in
         evaluation mode; None elsewhere. Collective.
 
-        A batch has any number of samples, on each data coordinate as many as it likes; its ranks
-        are given the same. Inputs that no output depends on, such as labels, may be left out.
-        Outputs have a row for each of its samples, those of one data coordinate behind the other;
-        one without rows for each (a scalar) has one entry for each micro-batch. Raises InputError
-        on every rank, and goes on, where a batch has another form, or nothing is kept.
+        A batch has any number of samples, which may differ between data coordinates; the ranks of
+        one are given the same. Inputs that no output depends on, such as labels, may be left out.
+        Outputs have a row for each sample, ordered by data coordinate; one without rows for samples
+        (a scalar) has one entry for each micro-batch. Raises InputError on every rank, and stays
+        usable, where a batch has another form, or nothing is kept.
         """
         self._check_open()
         if not self.program.outputs:
@@ -332,7 +333,8 @@ class Worker:
 
     def _counted(self, batch: object) -> tuple[dict[str, object], list[int]]:
         """The tensors of a batch for predictions, and the samples of all data coordinates. Raises
-        InputError on all ranks where one refuses its batch, or ranks of one have others."""
+        InputError on all ranks if one refuses its batch, or ranks that share a batch were given
+        different ones."""
         program = self.program
         leaves: dict[str, object] = {}
         refusal, count, digest = "", 0, 0
@@ -369,7 +371,8 @@ class Worker:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within it, modules are in evaluation mode; what forwards update stays as it is."""
+        """In this context, modules are in evaluation mode; buffers that forwards update are
+        restored."""
         modules: list[nn.Module] = [*self._stages.values()]
         modules += [] if self._vocabulary is None else [self._vocabulary]
         modes = {module: module.training for module in modules}
@@ -401,10 +404,10 @@ class Worker:
         `functools.partial` of it), `options` are its own.
 
         `groups` gives parameters other options by name: pairs of a pattern and options, as
-        `("*.bias", {"weight_decay": 0.0})`, of which the last that matches decides, or a function
-        of name and parameter that returns options (the parameter has the dimensions of the model's,
-        and on tensor ranks the sizes of a piece). Group 0 has the parameters that nothing matches.
-        Every rank has all groups in the same order, as schedulers need. Collective with `groups`.
+        `("*.bias", {"weight_decay": 0.0})`, where the last match decides, or a function of name and
+        parameter that returns options (the parameter has the dimensions of the model's, and on
+        tensor ranks the sizes of a piece). Group 0 has the parameters that nothing matches. Every
+        rank has all groups in the same order, as schedulers need. Collective with `groups`.
 
         With `max_norm` every step clips the gradients of the whole model to that norm first, as
         `clip_gradients` does. With `error_if_nonfinite` a step whose loss or whose gradients' norm
@@ -429,8 +432,8 @@ class Worker:
 
     @contextmanager
     def using(self, state: str) -> Iterator[None]:
-        """Within it, the weights are a state that the optimizer has of each, such as their average,
-        and the state has the weights: to evaluate them, and to save them for others. Collective.
+        """In this context, weights are swapped with a state that the optimizer has of each, such as
+        their average: to evaluate or publish that. Collective.
 
         Raises InputError where no parameter of this rank has that state, and for asynchronous
         updates, which do not stop for it.
@@ -450,7 +453,7 @@ class Worker:
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the last `step` so that the model's have a norm of `max_norm` at
-        most; the norm that they had, the same on every rank. Collective.
+        most. Returns the norm before, the same on every rank. Collective.
 
         As `torch.nn.utils.clip_grad_norm_` on the whole model in one process: pieces and rows of a
         tensor count together, copies once.
@@ -461,14 +464,14 @@ class Worker:
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
-        """The norm of the model's gradients in the last step, before they were clipped; None where
-        nothing asked for it (with `max_norm`, `clip_gradients` and in float16 something does)."""
+        """The norm of the model's gradients in the last step, before they were clipped; None if it
+        was not computed (it is with `max_norm`, `clip_gradients` and in float16)."""
         return self._updates.norm
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss in its backward: not 1 in float16. Losses and gradients that a
-        worker returns are without it. It may be set on all ranks alike, to go on from it."""
+        """The factor of the loss in its backward; 1 except in float16. Losses and gradients that a
+        worker returns are without it. It may be set, to the same value on all ranks."""
         scale = self._updates.scale
         return 1.0 if scale is None else scale.value
 
@@ -481,13 +484,13 @@ class Worker:
 
     @property
     def seed(self) -> int:
-        """What dropout and other random operators draw from, with step, stage and micro-batch: the
-        process's `torch.initial_seed()` when the worker was made, or a checkpoint's."""
+        """The seed of dropout and other random operators, mixed with step, stage and micro-batch:
+        the process's `torch.initial_seed()` when the worker was made, or a checkpoint's."""
         return self._interpreter.seed
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since gradients were not finite (in float16)."""
+        """The number of steps skipped because gradients were not finite (in float16)."""
         return 0 if self._updates.scale is None else self._updates.scale.skipped
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -506,11 +509,11 @@ class Worker:
     ) -> IncompatibleKeys:
         """Copy this rank's part out of the `state` dict of a whole model (its names). Collective.
 
-        Returns the names of the whole model that are missing, and those that it has not, as
+        Returns the missing and the unexpected names, over the whole model, as
         `torch.nn.Module.load_state_dict` does. A tied tensor may be given under any of its names,
-        and those that the model's state dict has not (buffers that are not persistent) may be given
-        too. Raises InputError on every rank, and changes nothing, when a tensor has another shape
-        on one, and, if `strict`, when a name is missing or unexpected.
+        and tensors that the model's state dict does not have (buffers that are not persistent) may
+        be given too. Raises InputError on every rank, and changes nothing, when a tensor has
+        another shape on one, and, if `strict`, when a name is missing or unexpected.
         """
         if not isinstance(state, Mapping):
             message = f"a state dict is needed: names and tensors ({type(state).__name__} given)"
@@ -525,7 +528,7 @@ class Worker:
     def gather_state_dict(self, everything: bool = False) -> dict[str, torch.Tensor] | None:
         """On rank 0 the state dict of the model; None elsewhere. Collective.
 
-        `everything` adds tensors that a state dict of the model has not: buffers that are not
+        `everything` adds tensors that a state dict of the model does not have: buffers that are not
         persistent, constants, and the parameters of a loss that is a module. The parameters of a
         16-bit program are the masters, in float32; frozen ones have none and are in 16 bits.
         """
@@ -548,13 +551,13 @@ class Worker:
 
     @property
     def step_count(self) -> int:
-        """How many training steps were made, with those of the checkpoint that was loaded."""
+        """The number of training steps so far, including those of a loaded checkpoint."""
         return self._interpreter.step
 
     @property
     def sample_count(self) -> int:
-        """How many samples all data ranks together have trained on, with those of the checkpoint
-        that was loaded: where the run is in its data, as `Samples` reads it."""
+        """The number of samples all data ranks together have trained on, including those of a
+        loaded checkpoint: the run's position in its data, from which `Samples` goes on."""
         return self._interpreter.samples
 
     @property
@@ -568,11 +571,11 @@ class Worker:
         return self.program.grid.batches
 
     def any_rank(self, says: bool) -> bool:
-        """Whether any rank says so. Collective."""
+        """Whether `says` is true on any rank. Collective."""
         return any(answer for (answer,) in self.gather_numbers(int(says)))
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
-        """Some integers of every rank, by rank: how long it took, what it holds. Collective."""
+        """Some integers of every rank, by rank, such as times or sizes. Collective."""
         with self._failing_together():
             return self._channels.gather_numbers(*numbers)
 
@@ -586,18 +589,18 @@ class Worker:
     ) -> Path:
         """Save a checkpoint into `folder`, as `step_N`, whose path is returned. Collective.
 
-        It holds parameters and their masters, buffers, what the optimizer knows of each parameter,
-        the step, the seeds, the scale of the loss, and the `state_dict()` of the objects in `extra`
-        (numbers, texts, tensors, and lists, tuples and dictionaries of these). Every rank writes a
-        share of what it holds; nothing is pickled. `folder` is one that all ranks see.
-        `optimizer=False` leaves out what the optimizer knows.
+        It holds parameters and their masters, buffers, the optimizer's states, the step, the seeds,
+        the scale of the loss, and the `state_dict()` of the objects in `extra` (numbers, texts,
+        tensors, and lists, tuples and dictionaries of these). Every rank writes a share of its
+        tensors; nothing is pickled. `folder` is one that all ranks see. `optimizer=False` leaves
+        out the optimizer's states.
 
-        The checkpoint is complete when it has its name; a failure leaves older ones as they were.
-        `keep` removes all complete ones but the newest so many then. With `asynchronous` the state
+        A checkpoint with its final name is complete; a failure leaves older ones as they were.
+        `keep` removes all complete ones but that many of the newest. With `asynchronous` the state
         is copied, and written beside the steps that follow; the next `save` or `load`, or `close`,
-        waits for it and raises what went wrong. Gradients are not saved.
+        waits for it and raises its error. Gradients are not saved.
 
-        Raises InputError on every rank when it cannot be written; the worker goes on.
+        Raises InputError on every rank when it cannot be written; the worker stays usable.
         """
         self._settle()
         with self._failing_together("save", InputError):
@@ -607,7 +610,7 @@ class Worker:
 
     def check_folder(self, folder: str | Path) -> None:
         """Refuse a `folder` that `save` could not write into, before steps that would be lost. It
-        is made where there is none. Collective; raises InputError on every rank."""
+        is created if missing. Collective; raises InputError on every rank."""
         with self._failing_together("check_folder", InputError):
             self._checkpoints.check_folder(Path(folder))
 
@@ -617,12 +620,13 @@ class Worker:
         extra: Mapping[str, Any] | None = None,
         optimizer: bool = True,
     ) -> int:
-        """Go on from a checkpoint of this model, whatever plan wrote it; its step. Collective.
+        """Resume from a checkpoint of this model, whatever plan wrote it. Returns its step.
+        Collective.
 
-        `folder` is a checkpoint, or a folder of them: the newest one is loaded. The
-        optimizer has been set, of the kind that was saved; its options become those that were
-        saved (`optimizer=False` loads neither). The objects in `extra` get their states by
-        `load_state_dict`; of those that are not given a warning tells.
+        `folder` is a checkpoint, or a folder of them: the newest one is loaded. An optimizer of the
+        saved kind must have been set; its options become the saved ones (`optimizer=False` loads
+        neither). The objects in `extra` get their states by `load_state_dict`; a warning names
+        saved ones that are not given.
 
         Raises InputError on every rank, and changes nothing, when a file is damaged, or names,
         shapes or objects do not fit.
@@ -636,19 +640,18 @@ class Worker:
         """Load published weights: a `folder` of Hugging Face with `model.safetensors`, or with
         shards and their index. Collective.
 
-        Every rank reads only the bytes that it holds. Names are those of the model's state dict, a
-        tied tensor under any of its names, and with or without a first component that the class
-        around the model adds (`transformer.`). Other dtypes are converted. Optimizer, step and
-        seeds stay as they are. Returns the names that are missing and unexpected, as
-        `load_state_dict` does; raises InputError on every rank, and changes nothing, as that does
-        (`strict=False` lets names be missing or unexpected).
+        Every rank reads only its own part. Names are those of the model's state dict, a tied tensor
+        under any of its names, and with or without a first component that the class around the
+        model adds (`transformer.`). Other dtypes are converted. Optimizer, step and seeds stay as
+        they are. Returns the missing and unexpected names, and raises InputError on every rank, as
+        `load_state_dict` does (`strict=False` allows such names).
         """
         with self._failing_together("load_pretrained", InputError):
             keys, names = self._checkpoints.load_pretrained(Path(folder), strict=strict)
             self._restart()
         loaded = self._tensors.loaded or set()
         self._tensors.filled(names)
-        self._tensors.loaded = loaded | names  # folders are not compared
+        self._tensors.loaded = loaded | names  # ranks may read different folders
         return keys
 
     def save_pretrained(
@@ -658,7 +661,7 @@ class Worker:
         dtype: torch.dtype | None = None,
         max_shard_size: int = SHARD_SIZE,
     ) -> None:
-        """Write the weights as `from_pretrained` of Hugging Face opens them: shards of
+        """Write the weights in the format that `from_pretrained` of Hugging Face opens: shards of
         `max_shard_size` bytes at most and their index, or one file. Collective.
 
         `config` becomes `config.json`: a configuration of transformers, a dictionary, or the path
@@ -683,14 +686,13 @@ class Worker:
 
     def trace(self) -> tuple[InstructionTime, ...]:
         """Every instruction of the last step: begin and end in seconds since the step began, and
-        how many of these it waited for messages."""
+        the seconds it waited for messages."""
         return tuple(self._records or ())
 
     def close(self) -> None:
         """Destroy the process groups; also torch.distributed when this worker started it.
 
-        Waits for a checkpoint that is written beside the steps. Raises InputError when that could
-        not be written.
+        Waits for an asynchronous checkpoint. Raises InputError when that could not be written.
         """
         if self._refused and not self._closed:
             self._watch.fail(self._refused)
@@ -703,7 +705,7 @@ class Worker:
             raise InputError(message)
 
     def __enter__(self) -> Worker:
-        """Closes itself at the end of a `with` block."""
+        """A `with` block closes the worker at its end."""
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
@@ -715,7 +717,8 @@ class Worker:
         self.close()
 
     def _trained(self, batch: object) -> torch.Tensor:
-        """The training instructions for one batch, from no gradients; the mean loss."""
+        """Execute the training instructions for one batch, from zero gradients. Returns the mean
+        loss."""
         loss = self._run(batch, training=True)
         with torch.no_grad():
             for name, hook in self._hooks.items():
@@ -754,7 +757,7 @@ class Worker:
     def arrivals(self) -> torch.Tensor | None:
         """The order of the updates of an asynchronous program, on rank 0: the data rank of each,
         and -1 where all ranks got the current weights (for an evaluation, a checkpoint or a state
-        dict). A run can be repeated from it to the bit. None on other ranks."""
+        dict). With it a run can be repeated to the bit. None on other ranks."""
         serving = self._updates.serving
         if serving is None or self.rank:
             return None
@@ -777,12 +780,12 @@ class Worker:
                 self._updates.adopt()
 
     def _hand_out(self) -> None:
-        """Let the caller read and write parameters."""
+        """Parameters are handed to the caller, who may read and write them."""
         self._arrive()
         self._updates.handed_out = True
 
     def _restart(self) -> None:
-        """Forget what was kept for the weights before: the place in a round, the errors of
+        """Forget state that belongs to the old weights: the position in a round, the errors of
         PowerSGD, the order of updates."""
         if self._updates.rounds is not None:
             self._updates.rounds.position = 0
@@ -792,7 +795,8 @@ class Worker:
             self._updates.serving.record = array("h")
 
     def _run(self, batch: object, *, training: bool, kept: Kept | None = None) -> torch.Tensor:
-        """Check the batch and execute a list; any failure stops every rank. `kept` gets outputs."""
+        """Check the batch and execute a list; any failure stops every rank. `kept` is filled with
+        outputs."""
         program = self.program
         batches = self._agreed(batch, training)
         if training:
@@ -811,7 +815,7 @@ class Worker:
             )
             loss = loss if share == 1.0 else loss * share
         if self._copied is not None:
-            self._copied.synchronize()  # the caller may write into pinned memory again
+            self._copied.synchronize()  # then the caller may overwrite pinned memory
         self._calls[training] += 1
         return loss
 
@@ -831,16 +835,16 @@ class Worker:
         return len(batches) * self.data_ranks / max(1, total)
 
     def _agreed(self, batch: object, training: bool) -> list[dict[str, torch.Tensor]]:
-        """The micro-batches of a batch, that all ranks take; InputError where one does not.
+        """The micro-batches of a batch, once all ranks accept theirs; InputError where one refuses.
 
-        Nothing has been sent then, and the worker goes on. Ranks tell each other in evaluations,
-        and in the steps in which they compare their batches; in other steps those whose batch is
-        good wait for the rank that refuses its own until that is called again, or closed.
+        Nothing has been sent then, and the worker stays usable. Ranks agree in evaluations, and in
+        the steps in which they compare their batches; in other steps the others wait for a rank
+        that refuses its batch until it is called again, or closed.
         """
         call = "step" if training else "evaluate"
         number, every = self._calls[training], self.check_batches
         loaded = self._tensors.loaded is not None
-        every = 0 if self._updates.serving is not None else every  # they do not wait for each other
+        every = 0 if self._updates.serving is not None else every  # data ranks run on their own
         compares = loaded or not number or (every > 0 and number % every == 0)
         tells = self.program.size > 1 and (compares or not training)
         try:
@@ -891,7 +895,7 @@ class Worker:
 
     @contextmanager
     def _in_groups(self) -> Iterator[None]:
-        """Within it, layers find this rank's groups along the axes, and the data ranks."""
+        """In this context, layers find this rank's groups along the axes, and the data ranks."""
         with ExitStack() as stack:
             for axis in self._channels.axes.values():
                 stack.enter_context(axis.active())
@@ -901,11 +905,12 @@ class Worker:
     def _failing_together(
         self, call: str = "", but: type[Exception] | tuple[()] = ()
     ) -> Iterator[None]:
-        """Around the work of all ranks: any exception on one rank, other than `but`, closes all.
-        `call` names a collective call of the worker, which begins when no parameter is on its way.
+        """Context for work of all ranks: any exception on one rank, other than `but`, closes all.
+        `call` names a collective call of the worker, which first waits for parameters that other
+        ranks send.
 
         A rank that fails, or is interrupted, tells the others why and closes the connections that
-        they wait on: half a step is not to be continued.
+        they wait on: a step that is half done cannot be continued.
         """
         self._check_open()
         self._watch.begin(call)
@@ -935,7 +940,7 @@ class Worker:
         return explain(error, self.rank, self.flight.place, stages.values(), self._watch)
 
     def _close(self, reason: str) -> None:
-        """Close once; the first reason is kept."""
+        """Close, unless that is done; the first reason is kept."""
         if self._closed:
             return
         self._closed = reason
@@ -961,13 +966,13 @@ class Worker:
             raise LaunchError(fault)
 
     def _check_open(self) -> None:
-        """Refuse to use connections that are gone."""
+        """Refuse calls of a closed worker."""
         if self._closed:
             message = f"this worker is closed, because {self._closed}: start all ranks again"
             raise LaunchError(message)
 
     def _check_synchronous(self) -> None:
-        """Refuse to keep gradients where the program uses them up."""
+        """Refuse programs that update parameters, and free gradients, within the step."""
         self._check_open()
         if self.program.asynchronous:
             message = "pipedream updates parameters inside the step: call train_step"

@@ -1,30 +1,30 @@
-"""What each data rank has of the parameters of a rank: the levels of ZeRO.
+"""The parts of a rank's parameters on each data rank: the levels of ZeRO.
 
-    bucket    ┌ w rows ┐┌ b ┐        of a rank of the pipeline and of the tensor axis
+    bucket    ┌ w rows ┐┌ b ┐        at one pipeline and tensor coordinate
     data 0     w0        b0          [1] gradients are summed over the data ranks, and each gets
     data 1       w1        b1            those of its rows: a reduce-scatter
     data 2         w2        b2      [2] it updates these rows, with optimizer states and masters
                                          of them alone
-              w0 w1 w2  b0 b1 b2     [3] and all gather what the others have made of theirs,
+              w0 w1 w2  b0 b1 b2     [3] and all gather the updated rows of the others,
                                          beside the next forward: each layer waits for its own
 
 Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1: 6 + 12/d bytes a parameter in mixed
-precision with Adam instead of 18, and as many bytes on the links as an all-reduce. Rows are those
+precision with Adam instead of 18, and the bytes on the links are those of an all-reduce. Rows are
 of dimension 0, dealt as `pieces.piece` does. An optimizer that is not known to work element by
 element gets whole parameters, balanced over the ranks by their size.
 
-The second level does [1] behind every micro-batch and adds to the rows, so that whole gradients of
-a few buckets alone are in memory. The third has nothing but rows of the parameters of stages, and
-so no [3]: around each use of a stage
+The second level does [1] after every micro-batch and adds to the rows, so that only a few buckets
+of whole gradients are in memory. The third keeps only rows of the parameters of stages, and so has
+no [3]: around each use of a stage
 
-    UNSHARD     its parameters get memory, and the rows of all data ranks
-    RESHARD     that memory is free again
+    UNSHARD     its parameters get memory and are gathered from all data ranks
+    RESHARD     that memory is freed
 
-Experts that expert ranks share out are dealt to the data ranks that have the same ones; where that
-is one alone, it has all of them as without ZeRO.
+Experts that expert ranks share out are dealt to the data ranks that have the same ones; a data rank
+that alone has some holds them whole, as without ZeRO.
 
 Autograd refers to the memory of parameters by their storage, which stays one object throughout:
-what a forward saved is there again when its backward has unsharded it (as in FSDP2).
+views that a forward saved are valid again when its backward has unsharded them (as in FSDP2).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from parcompiler.runtime.program import RankProgram
 
 ELEMENTWISE = frozenset(
     "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop".split()
-)  # of torch.optim: what they make of an element depends on that element alone
+)  # of torch.optim: whose update of an element depends on that element alone
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -75,7 +75,7 @@ class _Sharers(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the rows that a data rank updates of a parameter stand in its segment of a bucket."""
+    """Where a data rank's rows of a parameter lie in its segment of a bucket."""
 
     name: str
     data: int
@@ -84,10 +84,10 @@ class _Place(NamedTuple):
 
 
 class DataParts:
-    """What each data rank has of the parameters of a rank, by their names.
+    """The parts of a rank's parameters on each data rank, by name.
 
-    `parts` are the rows that this data rank updates: views of the parameters, or all that it has
-    of those `in_pieces`. A parameter of which it has none has no part, unless nobody has any.
+    `parts` are the rows that this data rank updates: views of the parameters, or all that it holds
+    of those `in_pieces`. A parameter of which it has no rows has no part, unless no rank has any.
     `whole` says whether parameters are shared out undivided.
     """
 
@@ -106,7 +106,7 @@ class DataParts:
         grid, expert = program.grid, at.data % program.expert
         self._every = _Sharers(grid.replicas((at.pipeline,), at.tensor), at.data)
         of_experts = grid.replicas((at.pipeline,), at.tensor, expert)
-        self._alike = _Sharers(of_experts, at.data // program.expert)  # those with its experts
+        self._alike = _Sharers(of_experts, at.data // program.expert)  # those with equal experts
         buckets = program.summed if self.level == 1 else program.buckets
         lines = [x for x in program.instructions if x.kind is Kind.GATHER_PARAMETERS]
         self._behind = {line: buckets[line.value or ""] for line in lines}
@@ -131,7 +131,7 @@ class DataParts:
         self._buckets = [*buckets.values(), *((n,) for n in shared if n not in bucketed)]
         self.in_pieces = frozenset(name for own in self._stages.values() for name in own)
         self._nbytes = {n: self.parameters[n].untyped_storage().nbytes() for n in self.in_pieces}
-        self._users: Counter[str] = Counter()  # how many stages need a parameter whole now
+        self._users: Counter[str] = Counter()  # stages that need a parameter whole now
         self._arriving: list[tuple[set[str], Arrival]] = []
         self._ties = {
             item.name: tuple(grid.rank(p, at.data, at.tensor) for p in item.ranks)
@@ -143,7 +143,7 @@ class DataParts:
             self._free(name)
 
     def _sharers(self, name: str) -> _Sharers:
-        """Who shares out a parameter: alike for all of a bucket."""
+        """The sharers of a parameter, the same for all of a bucket."""
         return self._alike if name in self._experts else self._every
 
     def suits(self, *, elementwise: bool) -> bool:
@@ -152,9 +152,10 @@ class DataParts:
         return self._served or self.whole != elementwise
 
     def turn(self) -> None:
-        """Share the parameters out whole, or in rows again.
+        """Switch between sharing parameters out whole and in rows.
 
-        Raises InputError where gradients of the last step have been shared out otherwise.
+        Raises InputError if there are gradients of the last step, which were shared out the other
+        way.
         """
         if any(part.grad is not None for part in self.parts.values()):
             message = (
@@ -185,7 +186,7 @@ class DataParts:
         return not any(span.size for span in self._spans[name][: self._sharers(name).place])
 
     def unshard(self, j: int) -> None:
-        """Start getting the parameters of a stage whole. A collective of the data ranks."""
+        """Start gathering the parameters of a stage. A collective of the data ranks."""
         missing = [name for name in self._stages.get(j, ()) if not self._users[name]]
         self._users.update(self._stages.get(j, ()))
         alike: dict[object, list[str]] = {}
@@ -197,7 +198,7 @@ class DataParts:
             self._arriving.append(({*names}, arrival))
 
     def ready(self, needed: Set[str]) -> Arrival | None:
-        """What to wait for until these parameters are whole; None where they are."""
+        """The arrival after which these parameters are whole; None if they are."""
         behind = [k for k, (names, _) in enumerate(self._arriving) if names & needed]
         if not behind:
             return None
@@ -206,28 +207,28 @@ class DataParts:
         return Arrival(arrivals)
 
     def reshard(self, j: int) -> None:
-        """Let go of the parameters of a stage, but for the rows of this data rank."""
+        """Free the parameters of a stage, except for the rows of this data rank."""
         for name in self._stages.get(j, ()):
             self._users[name] -= 1
             if not self._users[name]:
                 self._free(name)
 
     def arrive(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all gathers that are running."""
         for _, arrival in self._arriving:
             arrival.wait()
         self._arriving.clear()
 
     def end(self) -> None:
-        """Free what is still whole behind the last instruction of a list."""
+        """Free parameters that are still whole after the last instruction of a list."""
         self.arrive()
         for name in +self._users:
             self._free(name)
         self._users.clear()
 
     def sum_copies(self, name: str) -> Arrival:
-        """Start adding up the gradients of the rows of a tensor that several ranks hold, over those
-        at this data coordinate."""
+        """Start summing the gradients of this data rank's rows of a tied tensor over the ranks that
+        hold it at this data coordinate."""
         part = self.parts.get(name)
         if part is None:
             return Arrival(())
@@ -237,8 +238,8 @@ class DataParts:
         return Arrival([self._channels.sum(part.grad, self._ties[name])])
 
     def scatter(self, names: Sequence[str]) -> Arrival:
-        """Start summing the gradients of a bucket over the data ranks, for which parameters have
-        none any more; then the sums are added to the gradients of parts."""
+        """Start summing the gradients of a bucket over the data ranks, and take them from the
+        parameters; `wait` adds the sums to the gradients of parts."""
         found = [name for name in names if self.parameters[name].grad is not None]
         ranks, index = self._sharers(names[0])
         dtype = self.parameters[names[0]].dtype
@@ -281,8 +282,8 @@ class DataParts:
         return Arrival([work], lambda: self._add(sums))
 
     def take_gradients(self, names: Iterable[str]) -> None:
-        """Move the rows of gradients that are summed as a whole to the parts; the parameters keep
-        none."""
+        """Move the rows of gradients that were summed whole to the parts, and take the gradients
+        from the parameters."""
         for name in names:
             parameter, part = self.parameters[name], self.parts.get(name)
             if parameter.grad is not None and part is not None:
@@ -290,10 +291,11 @@ class DataParts:
             parameter.grad = None
 
     def gather(self) -> Iterator[Instruction]:
-        """Start getting the rows that the other data ranks have updated, line by line: yields each,
-        and then starts it. A collective of the data ranks. `ready` and `arrive` wait for them.
+        """Start gathering the rows that the other data ranks have updated, line by line: yields
+        each, and then starts it. A collective of the data ranks. `ready` and `arrive` wait for
+        them.
 
-        What is on its way takes no more memory than the gradients that the step has freed.
+        Running gathers take no more memory than the gradients that the step has freed.
         """
         self.arrive()
         freed = self.parameters if self.level == 1 else self.parts
@@ -309,8 +311,8 @@ class DataParts:
                 room, first = room + earlier.nbytes, first + 1
 
     def joined(self, rows: Tensors, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """Whole tensors of the form of parameters from the `rows` that each data rank has of them,
-        in these dtypes. A collective of the data ranks."""
+        """Whole tensors shaped like parameters, gathered from each data rank's `rows`, in these
+        dtypes. A collective of the data ranks."""
         found: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
             names = [name for name in bucket if name in dtypes]
@@ -338,8 +340,7 @@ class DataParts:
         return Arrival(works, lambda: self._copy_rows(segments, places, into), nbytes)
 
     def _give(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
-        """Start giving all data ranks the undivided tensors that each of them has, as one bucket
-        from each."""
+        """Start broadcasting undivided tensors, one bucket from each data rank that holds some."""
         ranks, index = self._sharers(names[0])
         homes: dict[int, list[str]] = {}
         for name in names:
@@ -360,16 +361,16 @@ class DataParts:
         return Arrival(works, lambda: self._copy_wholes(buffers, into), nbytes)
 
     def _copy_wholes(self, buffers: Tensors, into: Tensors) -> None:
-        """Fill tensors with those that have come."""
+        """Fill tensors from received buffers."""
         for name, buffer in buffers.items():
             self._with_memory(name, into).copy_(buffer)
 
     def _copy_rows(self, segments: torch.Tensor, places: list[_Place], into: Tensors) -> None:
-        """Fill tensors with the rows of a bucket that has come."""
+        """Fill tensors with the rows of a received bucket."""
         wholes = {name: self._with_memory(name, into) for name in {place.name for place in places}}
         if any(segments.data_ptr() == whole.data_ptr() for whole in wholes.values()):
-            return  # it is the memory of the one tensor
-        here = into is self.parameters  # its own rows are there, unless it was in pieces
+            return  # the bucket is the memory of the only tensor
+        here = into is self.parameters  # own rows are in place, unless it was in pieces
         others = [
             place
             for place in places
@@ -385,8 +386,8 @@ class DataParts:
             )
 
     def _with_memory(self, name: str, into: Tensors) -> torch.Tensor:
-        """A tensor that is to be filled. Autograd does not take it for a change: what a parameter
-        in pieces gets is what it had."""
+        """A tensor with memory to fill. Autograd must not see a change: a parameter in pieces gets
+        the values that it had."""
         tensor = into[name]
         if into is not self.parameters or name not in self.in_pieces:
             return tensor
@@ -400,7 +401,7 @@ class DataParts:
         self.parameters[name].untyped_storage().resize_(0)
 
     def _add(self, sums: Tensors) -> None:
-        """Add to the gradients of parts."""
+        """Add sums to the gradients of parts."""
         for name, gradient in sums.items():
             part = self.parts.get(name)
             if part is None:
@@ -408,7 +409,7 @@ class DataParts:
             gradient = gradient.view_as(part)  # a scalar is a row
             if part.grad is not None:
                 part.grad.add_(gradient)
-            else:  # a view of a whole bucket keeps those of other ranks in memory
+            else:  # a view would keep the whole bucket in memory
                 part.grad = gradient.clone() if self.whole and self.level > 1 else gradient
 
     def _share_out(self) -> None:
@@ -433,7 +434,7 @@ class DataParts:
         self.parts = {
             name: nn.Parameter(self._own(name, parameter.detach()), parameter.requires_grad)
             for name, parameter in self.parameters.items()
-            if self.span(name).size or not parameter.numel()  # one without elements is everywhere
+            if self.span(name).size or not parameter.numel()  # all ranks have one without elements
         }
         for part in self.parts.values():
             if part.dtype == self._narrow:
@@ -449,9 +450,9 @@ class DataParts:
     def _bucket(
         self, names: Sequence[str], dtype: torch.dtype, memory: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[_Place]]:
-        """A bucket with a segment for each data rank, all as long, and what stands where in it.
+        """A bucket with a segment of equal length for each data rank, and the places of rows in it.
 
-        It is the `memory` of the tensor that is alone in it, where that lies there as it would.
+        For a single tensor it is its `memory`, if its rows lie there in the same layout.
         """
         places, longest, count = [], 0, len(self._sharers(names[0]).ranks)
         for k in range(count):
@@ -471,8 +472,7 @@ class DataParts:
 def flat(
     tensors: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The gradients of some tensors as one tensor, zeros for those without, and its views that
-    are like them."""
+    """A flat tensor of the gradients (zeros for missing ones), and views in their shapes."""
     bucket = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
     views = [
         piece.view_as(tensor)
@@ -491,5 +491,5 @@ def flat(
 
 
 def _view(segments: torch.Tensor, place: _Place, like: torch.Tensor) -> torch.Tensor:
-    """What stands at a place, in the form of those rows."""
+    """The rows at a place, in the shape of `like`."""
     return segments[place.data, place.begin : place.end].view(like.shape)

@@ -1,4 +1,4 @@
-"""What checkpoint.json says: counters and options, of all ranks; and states as JSON."""
+"""The contents of checkpoint.json: counters and options of all ranks, and states as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parcompiler.runtime.program import RankProgram
 
 
 def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What checkpoint.json says, of what all ranks say."""
+    """The contents of checkpoint.json, from the facts of all ranks."""
     together = {key: value for key, value in facts[0].items() if key != "seed"}
     together["seeds"] = [item["seed"] for item in facts]
     optimizers = [item["optimizer"] for item in facts if "optimizer" in item]
@@ -42,8 +42,8 @@ def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _groups(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The groups of an optimizer, of those that each rank has, in the order that all have them in;
-    behind these a group with other options than the parameters of an earlier rank have in it."""
+    """The groups of the optimizer, merged over `ranks` by their number; a rank's group whose
+    options differ from an earlier rank's is appended separately."""
     groups: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for own in ranks:
@@ -61,8 +61,8 @@ def _groups(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def extra_state(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The states of the objects that a user hands over. Raises InputError for what has none, or one
-    that a checkpoint cannot hold."""
+    """The states of the user's `extra` objects. Raises InputError for an object that has none, or
+    one that a checkpoint cannot hold."""
     states = {}
     for name, item in extra.items():
         if not callable(getattr(item, "state_dict", None)):
@@ -95,7 +95,7 @@ def names_of(checkpoint: Checkpoint) -> Collection[str]:
 
 
 def option(value: object, place: str) -> Any:
-    """A number of an optimizer; a tensor without dimensions keeps dtype and device."""
+    """A number of an optimizer as JSON; a tensor without dimensions keeps dtype and device."""
     if isinstance(value, torch.Tensor) and not value.dim() and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"scalar": value.item(), "dtype": dtype, "cpu": value.device.type == "cpu"}
@@ -113,7 +113,7 @@ def _refused(place: str) -> Any:
 
 
 def value_of(value: Any, parameter: torch.Tensor) -> Any:
-    """The number that was stored, beside a parameter."""
+    """Inverse of `option`; a tensor goes to the CPU or to the parameter's device, as it was."""
     match value:
         case {"scalar": number, "dtype": str(dtype), "cpu": bool(cpu)}:
             device = torch.device("cpu") if cpu else parameter.device
@@ -122,7 +122,7 @@ def value_of(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a group its options; a tensor stays the one that it is."""
+    """Set the options of a group; a tensor is filled in place."""
     for key, option in options.items():
         before = group.get(key)
         value = value_of(option, torch.empty(0))

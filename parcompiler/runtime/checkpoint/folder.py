@@ -1,7 +1,8 @@
-"""The folders of checkpoints: how one becomes complete, which is the newest, what is in it.
+"""The folders of checkpoints: completing one, finding the newest, reading it.
 
 A checkpoint is written into a hidden folder. When all files are on the disk, and the list of their
-checksums, the folder is renamed; so what has a name is complete, whenever a machine fails.
+checksums, the folder is renamed; so a folder with its final name is complete, whenever a machine
+fails.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a checkpoint; `note` is what its owner has to remember of it."""
+    """A tensor of a checkpoint; `note` is a remark of its owner."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,8 +57,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: `facts` are what is no tensor. `read` gives one; its tensors are read
-    when they are asked for, piece by piece."""
+    """A complete checkpoint, made by `read`: `facts` are checkpoint.json; tensors are read on
+    demand, piece by piece."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -71,7 +72,7 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """What was copied out of its files."""
+        """Bytes copied out of its files so far."""
         return sum(file.count for file in self.files.values())
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
@@ -99,8 +100,8 @@ class Checkpoint:
         return target
 
     def gaps(self) -> list[str]:
-        """What is missing: tensors whose pieces do not make the whole, and files that are not as
-        the index says."""
+        """Faults: tensors whose pieces do not make the whole, files that are not as the index
+        says."""
         faults = []
         for name, entry in self.entries.items():
             count = sum(stored.box.count for stored in entry.pieces)
@@ -128,7 +129,8 @@ class Checkpoint:
 
 
 def read(path: Path) -> Checkpoint:
-    """A complete checkpoint. Raises InputError when it is none, or damaged."""
+    """The complete checkpoint at a path. Raises InputError where there is none, or it is
+    damaged."""
     facts, index = json_of(path / FACTS), json_of(path / TENSORS)
     if facts.get("format") != FORMAT:
         message = f"{path} is a checkpoint of another version ({facts.get('format')!r})"
@@ -161,7 +163,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _is_sound(facts: Mapping[str, Any]) -> bool:
-    """Whether facts are what a checkpoint has, in kind."""
+    """Whether `facts` have the entries of checkpoint.json, each with its type."""
     match facts:
         case {
             "step": int(),
@@ -188,7 +190,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """A file of JSON."""
+    """The contents of a JSON file."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -204,7 +206,7 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def damaged(path: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Which files of a checkpoint are not as they were written, of each `parts`-th file."""
+    """Faults of files whose checksums differ; checks each `parts`-th file from number `part`."""
     faults = []
     for name, digest in sorted(sums(path).items())[part::parts]:
         try:
@@ -225,8 +227,8 @@ def complete(folder: Path) -> list[Path]:
 
 
 def find(folder: Path) -> Path:
-    """The checkpoint that a folder is, or the newest in it. Raises InputError where there is none,
-    and where one of a later step is damaged: what has a name was complete."""
+    """`folder` if it is a checkpoint, else the newest in it. Raises InputError where there is none,
+    and where one of a later step is damaged (it was complete once)."""
     if (folder / SUMS).is_file() and (folder / FACTS).is_file():
         return folder
     found = complete(folder)
@@ -245,7 +247,7 @@ def find(folder: Path) -> Path:
 
 
 def _named(folder: Path) -> list[Path]:
-    """What is called as a checkpoint in a folder."""
+    """The items of a folder that are named like checkpoints."""
     try:
         return [item for item in folder.iterdir() if _NAME.fullmatch(item.name)]
     except OSError:
@@ -253,7 +255,7 @@ def _named(folder: Path) -> list[Path]:
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """The step in the name of a checkpoint, and which of that step it is."""
+    """The step in the name of a checkpoint, and its number among those of that step."""
     _, step, *more = re.split("[_-]", path.name)
     return int(step), int(more[0]) if more else 1
 
@@ -269,7 +271,7 @@ def _serial(path: Path) -> int:
 def begin(folder: Path, step: int) -> tuple[Path, int]:
     """A hidden folder for the checkpoint of a step, and its number among those of the folder.
 
-    What was left by saves that did not end is removed. Raises OSError.
+    Leftovers of unfinished saves are removed. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for item in folder.iterdir():
@@ -286,14 +288,14 @@ def begin(folder: Path, step: int) -> tuple[Path, int]:
 
 
 def final(partial: Path) -> Path:
-    """What a hidden folder is called once it is complete."""
+    """The path of a hidden folder once it is complete."""
     return partial.parent / partial.name.removeprefix(".").removesuffix(".partial")
 
 
 def finish(partial: Path, documents: Mapping[str, Any], written: Mapping[str, str]) -> Path:
-    """Complete a checkpoint whose files with tensors were written, with these checksums.
+    """Complete a checkpoint whose tensor files are written, with these checksums.
 
-    Raises OSError; the folder is as it was then.
+    Raises OSError; then the folder is unchanged.
     """
     digests = dict(written)
     for name, document in documents.items():
@@ -310,7 +312,8 @@ def finish(partial: Path, documents: Mapping[str, Any], written: Mapping[str, st
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the newest `keep`. What cannot be removed stays."""
+    """Remove all complete checkpoints but the newest `keep`. Folders that cannot be removed
+    stay."""
     for path in complete(folder)[:-keep]:
         hidden = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
@@ -319,7 +322,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a new file until it is on the disk. Raises OSError."""
+    """Write a new file and flush it to disk. Raises OSError."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -327,7 +330,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Put the names in a folder on the disk. Raises OSError."""
+    """Flush the names in a folder to disk. Raises OSError."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -336,7 +339,7 @@ def sync(folder: Path) -> None:
 
 
 def index(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The index of all tensors, from what each file's rank says of them."""
+    """The index of all tensors, from the descriptions of each file's tensors."""
     found: dict[str, Any] = {}
     for file, tensors in parts:
         for name, item in tensors.items():

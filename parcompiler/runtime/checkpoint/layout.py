@@ -4,8 +4,8 @@
     in pieces  every data rank of the pipeline and tensor coordinate holds the piece
     in rows    every data rank at the place of the plane holds the rows
 
-Of replicas one writes: what is large is cut along its first dimension, and the parts are dealt out
-so that all write about as many bytes.
+One of several replicas writes: large tensors are cut along their first dimension, and the parts are
+dealt out so that all ranks write about equally many bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.vocabulary import VocabularyRows
 
-SMALL = 2**16  # bytes: what is smaller is not cut
+SMALL = 2**16  # bytes; smaller tensors are not cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RankLayout:
         return name in self._program.rows or self._is_sharded(name) or self._is_of_experts(name)
 
     def shape(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
-        """The shape of the whole of which this rank holds `held`."""
+        """The whole shape of a tensor of which this rank holds `held`."""
         if name in self._program.rows:
             sizes = list(held.shape)
             sizes[self._rows.place(name, held)[0]] = self._program.rows[name]
@@ -57,10 +57,10 @@ class RankLayout:
     def parts(
         self, name: str, like: torch.Tensor, held: torch.Tensor, rows: Span | None = None
     ) -> list[Part]:
-        """The boxes that this rank holds of a tensor, in the memory of `held`; padding in none.
+        """The boxes of a tensor that this rank holds in the memory `held`, without padding.
 
-        `like` has the shape of this rank's tensor; of that `held` may be these `rows` of the first
-        dimension, which other data ranks have not (a scalar has one).
+        `like` has the shape of this rank's tensor; `held` may be just the `rows` of its first
+        dimension that this data rank has (a scalar has one).
         """
         if rows is None or not like.dim():
             held, around = held.view(like.shape), Box.whole(like.shape)
@@ -77,7 +77,8 @@ class RankLayout:
         return found
 
     def boxes(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
-        """The boxes of the whole tensor that this rank holds, and where they lie in its own."""
+        """The boxes of the whole tensor that this rank holds, and where they lie in its own
+        tensor."""
         found = self._boxes_of_tensor_rank(name, like)
         if not self._is_of_experts(name):
             return found
@@ -88,7 +89,7 @@ class RankLayout:
         ]
 
     def _boxes_of_tensor_rank(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
-        """The boxes of a rank that holds all experts."""
+        """The same boxes if this rank held all experts."""
         own = Box.whole(like.shape)
         if name in self._program.rows:
             dim, span = self._rows.place(name, like)
@@ -117,11 +118,11 @@ class RankLayout:
         untrained: Collection[str],
         alone: Collection[str],
     ) -> dict[str, list[Part]]:
-        """The parts that this rank writes, by key, of all that it holds. No two ranks write the
-        same, and none is left out, as ranks that hold the same deal it out alike. `first` is the
-        first pipeline coordinate that holds a tensor, by its name. What is `untrained` may
-        differ between data ranks: that of data rank 0 is the model's. What this data rank holds
-        `alone`, no other has (keys)."""
+        """The parts that this rank writes, by key, of all that it holds. Each part is written by
+        exactly one rank, as all holders compute the same deal. `first` is the first pipeline
+        coordinate that holds a tensor, by its name. Tensors that are `untrained` may differ between
+        data ranks: those of data rank 0 are the model's. `alone` are the keys that no other data
+        rank holds."""
         at, program = self._program.coordinate, self._program
         found: dict[str, list[Part]] = {}
         groups: dict[tuple[bool, bool, int], dict[str, Sequence[Part]]] = {}
@@ -134,7 +135,7 @@ class RankLayout:
                 groups.setdefault((split, self._is_of_experts(name), data), {})[key] = parts
         for (split, apart, data), group in groups.items():
             tensor, index = (1, 0) if split else (program.tensor, at.tensor)
-            share = program.expert if apart else 1  # so many neighbours have other experts
+            share = program.expert if apart else 1  # neighbours with other experts
             place, count = at.data // share, -(-data // share)
             if data == 0 or place < count:
                 ranks = dealt(group, max(1, count) * tensor)
@@ -156,8 +157,8 @@ def base(key: str) -> str:
 
 
 def dealt(sizes: Mapping[str, Sequence[Part]], ranks: int) -> list[list[tuple[str, Part]]]:
-    """Parts dealt out over ranks that all hold them, as `pieces.dealt` does. What is larger than a
-    fair share is cut along its first dimension."""
+    """Parts dealt out over ranks that all hold them, as `pieces.dealt` does. Parts above a fair
+    share are cut along their first dimension."""
     whole = [(name, part) for name, parts in sizes.items() for part in parts]
     fair = max(SMALL, sum(_bytes(part) for _, part in whole) // ranks)
     cut = [(name, part) for name, one in whole for part in _cut(one, fair)]

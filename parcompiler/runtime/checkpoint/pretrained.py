@@ -28,7 +28,7 @@ from parcompiler.runtime.tensor_files import Described, File, write
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
-# Names that transformers has changed since they were published, and tensors it has made one of.
+# Modules that transformers has renamed since their publication, and tensors that it has fused.
 _MODULES = (("block_sparse_moe", "mlp"),)
 _PROJECTIONS = {
     "w1": ("gate_up_proj", 0, 2), "gate_proj": ("gate_up_proj", 0, 2),
@@ -60,7 +60,7 @@ class Pretrained:
 
     @property
     def bytes_read(self) -> int:
-        """What was copied out of its files."""
+        """Bytes copied out of its files so far."""
         return sum(file.count for file in self.opened.values())
 
     def _file(self, name: str) -> File:
@@ -99,8 +99,8 @@ def _is_inside(name: object) -> bool:
 
 
 class Place(NamedTuple):
-    """Which part of a tensor of the model a published tensor is: all of it, or that of an expert,
-    and of this so many parts along the next dimension, one behind the other."""
+    """Which part of a model's tensor a published tensor is: all of it, or the slice of an `expert`,
+    and of that slice number `part` of `parts` along the next dimension."""
 
     name: str
     expert: int | None = None
@@ -117,11 +117,11 @@ class Place(NamedTuple):
 
 
 def renamed(stored: Collection[str], known: Collection[str]) -> dict[str, Place]:
-    """Where the tensors of a file stand in a model, whose names are `known`.
+    """The places of a file's tensors in a model whose names are `known`.
 
-    The file may be that of the model without its head, or of a model within another: a first
-    component more, or less, where that fits more names. Experts may have a tensor each, which the
-    model has as one.
+    The file may be of the model without its head, or of a model within another: a first component
+    is added or removed where that fits more names. Experts may be stored one by one, where the
+    model has a stacked tensor.
 
     >>> found = renamed(["h.0.weight", "wte.weight"], ["transformer.h.0.weight", "lm_head.weight"])
     >>> [place.name for place in found.values()]
@@ -146,7 +146,7 @@ def renamed(stored: Collection[str], known: Collection[str]) -> dict[str, Place]
 
 
 def _place(name: str, known: Collection[str]) -> Place | None:
-    """Where a published tensor stands in a model, if it does."""
+    """The place of a published tensor in a model; None if it has none."""
     if name in known:
         return Place(name)
     for old, new in _MODULES:
@@ -170,8 +170,8 @@ def grouped(mapping: Mapping[str, Place]) -> dict[str, list[str]]:
 def boxes(
     source: Pretrained, mapping: Mapping[str, Place], stored: Sequence[str], shape: Sequence[int]
 ) -> list[tuple[str, Box]]:
-    """Which box of a tensor of this shape each of its published tensors is. Raises InputError when
-    they are not all of it."""
+    """The box of each published tensor within the model's tensor of this shape. Raises InputError
+    when they do not cover it."""
     found = [(key, mapping[key].box(shape)) for key in stored]
     for key, box in found:
         sizes = box.sizes if mapping[key].expert is None else box.sizes[1:]
@@ -189,8 +189,8 @@ def boxes(
 
 @dataclass(frozen=True)
 class PublishedFiles:
-    """The files of a checkpoint's model, each with the names of its tensors, in `dtype` (None: as
-    they are; integers stay what they are)."""
+    """The files of a checkpoint's model, each with the names of its tensors, in `dtype` (None:
+    unchanged; integers stay unchanged)."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype | None
@@ -213,7 +213,7 @@ class PublishedFiles:
         return cls(checkpoint, dtype, files if n > 1 else {FILE: groups[0]})
 
     def write(self, folder: Path, part: int = 0, parts: int = 1) -> None:
-        """Write each `parts`-th of the files, hidden yet. Raises OSError."""
+        """Write each `parts`-th file from number `part`, under a hidden name. Raises OSError."""
         for file in sorted(self.files)[part::parts]:
             hidden = folder / f".{file}.partial"
             hidden.unlink(missing_ok=True)

@@ -4,8 +4,8 @@
     beside     agree ─► copy ─► thread: write, tell the store ─► rank 0 completes the folder
     load       agree on a folder ─► check files, each a share ─► agree ─► copy ─► agree
 
-To agree is a collective in which every rank tells a result or a fault: what one rank cannot do,
-all refuse with the same InputError, and go on.
+To agree is a collective in which every rank reports a result or a fault: after a fault of one rank
+all raise the same InputError, and may go on.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from parcompiler.runtime.checkpoint.states import RankState, Restored, StoredTen
 from parcompiler.runtime.failure import Watch
 from parcompiler.runtime.tensor_files import Described, write
 
-POLL = 0.05  # s between two looks of rank 0 at whether all have written
+POLL = 0.05  # s between two checks of rank 0 whether all have written
 T = TypeVar("T")
-_IDS = iter(range(10**9))  # every rank numbers its savings alike
+_IDS = iter(range(10**9))  # all ranks number saves in the same order
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What a rank writes of a checkpoint into the hidden folder `partial`: tensors, and what it
-    says of itself."""
+    """The part of a checkpoint that a rank writes into the hidden folder `partial`: its tensors and
+    its `facts`."""
 
     partial: Path
     tensors: Mapping[str, StoredTensor]  # with the parts that this rank writes
@@ -70,12 +70,12 @@ class Checkpoints:
         self._state, self._channels = state, state.interpreter.channels
         self._store = store
         self._watch = watch
-        self._request = request  # what the compiler was asked for
+        self._request = request  # the request to the compiler
         self._thread: threading.Thread | None = None
-        self._fault = ""  # of what the thread did
+        self._fault = ""  # of the thread
         self._copies: dict[tuple[str, Box], torch.Tensor] = {}  # of the last state to be copied
         self._stopped = threading.Event()
-        self._holders: dict[str, int] | None = None  # by `_first`, once it has asked
+        self._holders: dict[str, int] | None = None  # cache of `_first`
         self.bytes_read = 0  # of tensors, by the last `load`
 
     def save(
@@ -97,7 +97,7 @@ class Checkpoints:
         digests: dict[str, int] = {}
 
         def begin() -> dict[str, Any]:
-            """What all ranks hear: a few numbers, as there may be thousands of ranks."""
+            """The report of this rank to all: a few numbers, as there may be thousands of ranks."""
             check_keep(keep)
             facts.update(self._state.facts(optimizer=optimizer))
             at = self._program.coordinate
@@ -137,8 +137,9 @@ class Checkpoints:
         return folders.final(writing.partial)
 
     def check_folder(self, folder: Path) -> None:
-        """Write an empty file of each rank where rank 0 has made a hidden folder, as `save` does,
-        and remove all. A collective that raises InputError on all ranks where one cannot."""
+        """Try whether `save` could write: each rank writes an empty file into a hidden folder of
+        rank 0, and all is removed. A collective that raises InputError on all ranks where one
+        cannot."""
         rank, what = self._program.rank, f"cannot save into {folder}"
 
         def begin() -> str:
@@ -159,8 +160,9 @@ class Checkpoints:
                 shutil.rmtree(hidden, ignore_errors=True)
 
     def load(self, folder: Path, extra: Mapping[str, Any], *, optimizer: bool) -> set[str]:
-        """Load a checkpoint, the newest in `folder` if it is none; the names of the tensors of this
-        rank that it has. A collective that raises InputError on all ranks, and changes nothing."""
+        """Load the checkpoint `folder`, or the newest in it. Returns the names of this rank's
+        tensors that it has. A collective that raises InputError on all ranks, and changes nothing
+        then."""
         self.finish()
         program = self._program
         what = f"cannot load {folder}"
@@ -205,9 +207,9 @@ class Checkpoints:
         return restored.names
 
     def load_pretrained(self, folder: Path, *, strict: bool) -> tuple[IncompatibleKeys, set[str]]:
-        """Load published weights: names that are missing and unexpected, and those of this rank's
-        tensors that were loaded. A collective that raises InputError on all ranks, and changes
-        nothing then."""
+        """Load published weights. Returns missing and unexpected names, and the names of this
+        rank's tensors that were loaded. A collective that raises InputError on all ranks, and
+        changes nothing then."""
         program, what = self._program, f"cannot load {folder}"
 
         source = self._on_rank(lambda: published.opened(folder), what)
@@ -265,15 +267,15 @@ class Checkpoints:
     def conclude(
         self, stored: Mapping[str, object], faults: Sequence[str], *, strict: bool
     ) -> IncompatibleKeys:
-        """What all ranks conclude of tensors by name, and of the `faults` that each has met. A
-        collective; raises InputError as `concluded` does."""
+        """Missing and unexpected names of the tensors `stored`, over all ranks; `faults` are this
+        rank's. A collective; raises InputError as `concluded` does."""
         names = self._state.names().values()
         account = account_of(names, stored, self._program.unsaved, faults)
         return concluded(self._channels.gather_texts(account), stored, strict=strict)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is written beside the steps. A collective; raises InputError
-        on all ranks where it could not be written on some."""
+        on all ranks where any could not write it."""
         if self._thread is None:
             return
 
@@ -285,7 +287,7 @@ class Checkpoints:
         self._agreed(ended, "the last checkpoint was not written")
 
     def ended(self) -> str:
-        """Wait for the thread of this rank; what went wrong."""
+        """Wait for the thread of this rank. Returns its fault, or ""."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -293,12 +295,12 @@ class Checkpoints:
         return fault
 
     def stop(self) -> None:
-        """The run has failed: nobody waits for a checkpoint any more."""
+        """The run has failed: no longer wait for checkpoints."""
         self._stopped.set()
 
     def _agreed(self, work: Callable[[], Any], what: str) -> list[Any]:
-        """What every rank's `work` returns, JSON-able, by rank. Raises InputError on all ranks when
-        any cannot do it."""
+        """The results of every rank's `work` (JSON-able), by rank. Raises InputError on all ranks
+        when it fails on any."""
         fault, value = _tried(work)
         text = json.dumps({"fault": fault, "value": value})
         answers = [json.loads(answer) for answer in self._channels.gather_texts(text)]
@@ -313,7 +315,7 @@ class Checkpoints:
         return [answer["value"] for answer in answers]
 
     def _on_rank(self, work: Callable[[], T], what: str) -> T:
-        """What `work` returns on this rank; raises as `_agreed` does."""
+        """The result of `work` on this rank; raises as `_agreed` does."""
         values: list[T] = []
         self._agreed(lambda: values.append(work()), what)
         return values[0]
@@ -326,8 +328,8 @@ class Checkpoints:
         *,
         optimizer: bool,
     ) -> dict[str, StoredTensor]:
-        """What this rank writes, by what all have reported; `tensors` are those of `extra`, of
-        which each is written by the first rank that has it."""
+        """The tensors that this rank writes, by the reports of all ranks. `tensors` are those of
+        `extra`; each is written by the first rank that has it."""
         written = self._dealt(self._state.tensors(optimizer=optimizer))
         untrained = [one["untrained"] for one in everyone]
         written |= self._differing(untrained, digests, self._first())
@@ -339,7 +341,7 @@ class Checkpoints:
         return written
 
     def _dealt(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """What is stored of the model, with the parts that this rank writes of what it holds."""
+        """The tensors `stored`, each with only the parts that this rank writes."""
         parts = self._layout.written(
             {key: item.parts for key, item in stored.items()},
             self._first(),
@@ -368,8 +370,8 @@ class Checkpoints:
     def _differing(
         self, numbers: Sequence[int], digests: Mapping[str, int], first: Mapping[str, int]
     ) -> dict[str, StoredTensor]:
-        """What this rank holds differently than data rank 0. `numbers` are one for the digests of
-        each rank; only where they differ are the digests themselves gathered."""
+        """This rank's tensors whose values differ from those of data rank 0. `numbers` has one
+        digest of all `digests` for each rank; these are gathered only where it differs."""
         grid = self._program.grid
         places = [grid.coordinate(rank) for rank in range(grid.size)]
         zeros = [grid.rank(at.pipeline, 0, at.tensor) for at in places]
@@ -427,10 +429,10 @@ class Checkpoints:
             folders.prune(partial.parent, writing.keep)
 
     def _start(self, writing: Writing) -> None:
-        """Write beside the steps."""
+        """Start the thread that writes beside the steps."""
         name = f"checkpoint/{next(_IDS)}"
         alone = self._store is None or self._program.size == 1
-        # A client of its own, as that of the watch: one that waits keeps others waiting.
+        # Its own client, as the watch has: while one waits, all calls of that client wait.
         store = dist.HashStore() if alone else self._store.clone()  # type: ignore[union-attr]
         self._thread = threading.Thread(
             target=self._beside, args=(writing, store, name), name="checkpoint"
@@ -438,8 +440,8 @@ class Checkpoints:
         self._thread.start()
 
     def _copied(self, writing: Writing) -> Writing:
-        """Copies of all tensors, on the CPU: steps go on. Their memory is kept for the next time,
-        as new pages take longer than copying."""
+        """`writing` with copies of all tensors, on the CPU, so that steps can go on. Their memory
+        is reused by the next save, as new pages take longer than copying."""
         before, self._copies = self._copies, {}
         stored = {}
         for key, item in writing.tensors.items():
@@ -455,7 +457,7 @@ class Checkpoints:
         return replace(writing, tensors=stored)
 
     def _beside(self, writing: Writing, store: dist.Store, name: str) -> None:
-        """What the thread does: write, tell the store how that went, and on rank 0 complete the
+        """Body of the thread: write, report the result to the store, and on rank 0 complete the
         folder when all have written."""
         rank = self._program.rank
         fault, _ = _tried(lambda: self._write(writing))
@@ -494,7 +496,7 @@ def _check_seen(folder: Path) -> None:
 
 
 def _tried(work: Callable[[], Any]) -> tuple[str, Any]:
-    """The fault of some work, and what it returns without one."""
+    """The fault of `work` ("" if none), and its result."""
     try:
         return "", work()
     except OSError as error:
@@ -506,7 +508,7 @@ def _tried(work: Callable[[], Any]) -> tuple[str, Any]:
 
 
 def check_keep(keep: int | None) -> None:
-    """Refuse a number of checkpoints to keep that is none."""
+    """Refuse `keep` unless it is a positive number of checkpoints or None."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         message = f"keep must be a number of checkpoints, or None for all ({keep!r} given)"
         raise InputError(message)

@@ -1,7 +1,7 @@
-"""State dicts: judged by all ranks, and this rank's part of them copied into its tensors.
+"""State dicts: checked by all ranks together, and each rank's part copied into its tensors.
 
-Each rank gives an account of a state dict, and all conclude the same. Which tensors were never
-filled is known, and those that ranks must have alike are compared.
+Each rank gives an account of a state dict, and all draw the same conclusion. Tensors that were
+never filled are tracked, and copies on several ranks are compared.
 
 >>> state = {"a": 1, "c": 1}
 >>> accounts = [account_of([("a", "tied")], state), account_of([("b",)], state)]
@@ -42,7 +42,7 @@ def account_of(
     """A rank's account of a state dict: all names of each of its `tensors`, those of them that are
     missing, the `faults` that it met, and a digest of the names in the state dict.
 
-    A tensor is missing that has none of its names in `state`, and some that are not `unsaved`.
+    A tensor is missing if `state` has none of its names, and not all of them are `unsaved`.
     """
     known: list[str] = []
     missing: list[str] = []
@@ -60,7 +60,7 @@ def concluded(
 ) -> IncompatibleKeys:
     """The names that are missing and unexpected, from the accounts of all ranks.
 
-    Raises InputError when any has met a fault and, if `strict`, for such names.
+    Raises InputError when any rank met a fault and, if `strict`, when there are such names.
     """
     columns = zip(*map(json.loads, accounts), strict=True)
     known, missing, faults, digests = (
@@ -88,9 +88,8 @@ def concluded(
 class RankTensors:
     """The tensors of this rank by name: parameters and buffers, pieces of them, rows, and masters.
 
-    `missing` are those that were never filled, `loaded` those that were since the ranks compared
-    their weights (None: none). `lacking` says why the published weights that the export names are
-    not loaded.
+    `missing` were never filled, `loaded` were filled since the ranks last compared weights (None:
+    none). `lacking` says why the published weights that the export names are not loaded.
     """
 
     def __init__(self, state: RankState) -> None:
@@ -103,7 +102,7 @@ class RankTensors:
         self._digests: dict[str, torch.Tensor] = {}
 
     def faults(self, state: Mapping[str, torch.Tensor]) -> list[str]:
-        """What cannot be copied of a state dict into this rank's tensors."""
+        """Why tensors of a state dict cannot be copied into this rank's."""
         faults = []
         for name, tensor in self._own(state.items()):
             try:
@@ -114,32 +113,32 @@ class RankTensors:
 
     @torch.no_grad()
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors into this rank's; those of other ranks are passed over."""
+        """Copy tensors into this rank's; those of other ranks are ignored."""
         self.loaded, self.lacking = self.loaded or set(), ""
         for name, whole in self._own(named):
             self._state.fill(name, whole)
             self._missing.discard(name)
             self.loaded.add(name)
-            if self._updates.in_pieces(name):  # all must have taken their rows of the same
+            if self._updates.in_pieces(name):  # all must have read rows of equal tensors
                 self._digests[name] = torch.tensor(digest_of([whole]))
         self._updates.masters.write()
 
     def _own(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a state dict that this rank has any of, by their names in the model."""
+        """The tensors of a state dict that this rank has a part of, by their names in the model."""
         named = ((self._program.aliases.get(alias, alias), tensor) for alias, tensor in named)
         return ((name, tensor) for name, tensor in named if name in self._tensors)
 
     def filled(self, names: Collection[str]) -> None:
-        """Take note of tensors whose values came from a checkpoint, which is compared otherwise."""
+        """Note tensors filled from a checkpoint, which is checked in another way."""
         self._missing.difference_update(names)
         self.loaded, self.lacking = None, ""
         self._digests.clear()
 
     def unpadded(self, name: str) -> list[torch.Tensor]:
-        """A tensor of this rank, and its master where it has a whole one, without padding; of a
-        parameter in pieces a number for the whole."""
+        """A tensor of this rank, and its master if that is whole, without padding; for a parameter
+        in pieces a digest of the whole."""
         if self._updates.in_pieces(name):
-            return [self._digests.get(name, torch.zeros(1))]  # of files each rank reads its rows
+            return [self._digests.get(name, torch.zeros(1))]  # files: ranks read only rows
         copies = [self._tensors[name]]
         if not (self._program.sharing or self._updates.serving):
             masters = self._updates.masters.by_name

@@ -1,11 +1,11 @@
-"""What a rank has to remember of a run, taken out of it and put back.
+"""The state of a run on one rank: collected for a checkpoint, and restored from one.
 
     model/NAME             parameters (of 16-bit programs their float32 masters) and buffers
-    unsaved/NAME           what a state dict of the model has not: buffers that are not persistent
-    rank 1 model/NAME      where data ranks step by themselves, what this one has instead
-    rank 1 error/NAME      what PowerSGD has left out, and its factor
-    outer momentum/NAME    what rounds of such steps have left, and the anchor that they begin from
-    data 1/NAME            what differs between data ranks (statistics of a batch norm)
+    unsaved/NAME           buffers that are not persistent, which a state dict does not have
+    rank 1 model/NAME      this rank's own value, where data ranks step by themselves
+    rank 1 error/NAME      the error feedback of PowerSGD, and its factor
+    outer momentum/NAME    outer momentum of rounds of such steps, and the anchor they begin from
+    data 1/NAME            tensors that differ between data ranks (statistics of a batch norm)
     optimizer KEY/NAME     a state of the optimizer with the shape of its parameter, or its own
 
 Numbers of the optimizer (the step of each parameter) and its options are in checkpoint.json, by the
@@ -51,15 +51,15 @@ class StoredTensor(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> StoredTensor:
-        """One that this rank has as a whole."""
+        """A tensor that this rank has whole."""
         return cls(tuple(tensor.shape), "", [Part(Box.whole(tensor.shape), tensor)])
 
 
 @dataclass
 class Restored:
-    """What a checkpoint means for a rank: `faults` that forbid to load it, the tensors that are
-    `copies` of stored ones, which of these go to somebody who can `restore` them, and the states
-    and options of the optimizer."""
+    """What a rank does to load a checkpoint: `faults` that forbid it, parts to fill with `copies`
+    of stored tensors, functions that `restore` some of these, and the states and options of the
+    optimizer."""
 
     faults: list[str] = field(default_factory=list)
     copies: list[tuple[str, Part]] = field(default_factory=list)
@@ -91,8 +91,8 @@ class RankState:
         self._calls = calls
 
     def names(self) -> dict[str, list[str]]:
-        """All names of each tensor that this rank holds, as far as no other rank of its pipeline
-        coordinate says so."""
+        """All names of each tensor, on the first rank of its pipeline coordinate; empty on the
+        others."""
         at = self.program.coordinate
         names = {name: [name] for name in self.interpreter.tensors if not (at.data or at.tensor)}
         for alias, name in self.program.aliases.items():
@@ -130,9 +130,8 @@ class RankState:
         }
 
     def apart(self, *, optimizer: bool = True) -> dict[str, StoredTensor]:
-        """What this rank has instead of what data rank 0 has, where data ranks step by
-        themselves: the states of its optimizer, and within a round its weights; and what PowerSGD
-        keeps, and the record of arrivals."""
+        """This rank's own state, where data ranks step by themselves: the states of its optimizer,
+        and within a round its weights; also the state of PowerSGD, and the record of arrivals."""
         rounds, stored = self.updates.rounds, dict[str, StoredTensor]()
         if optimizer and self.interpreter.powersgd is not None:
             states = self.interpreter.powersgd.states()
@@ -154,7 +153,7 @@ class RankState:
         return (self.interpreter.tensors if apart else self.untrained()).keys()
 
     def untrained(self) -> dict[str, torch.Tensor]:
-        """What steps may change in another way on each data rank: buffers and frozen parameters."""
+        """Tensors that may come to differ between data ranks: buffers and frozen parameters."""
         return {
             name: tensor
             for name, tensor in self.interpreter.tensors.items()
@@ -163,15 +162,15 @@ class RankState:
         }
 
     def digests(self) -> dict[str, int]:
-        """Numbers that tell data ranks which of these they hold differently."""
+        """Digests of the untrained tensors, by which data ranks find those that differ."""
         tensors = self.untrained() if self.program.data > 1 else {}
         return {name: digest_of([tensor]) for name, tensor in tensors.items()}
 
     def differing(
         self, here: Mapping[str, int], there: Mapping[str, int], first: Mapping[str, int]
     ) -> dict[str, StoredTensor]:
-        """What this rank holds differently than data rank 0, by the digests of both; `first` is the
-        first pipeline coordinate that holds a tensor."""
+        """The untrained tensors that differ from those of data rank 0, by the digests of both;
+        `first` is the first pipeline coordinate that holds a tensor."""
         at = self.program.coordinate
         return {
             f"data {at.data}/{name}": StoredTensor(self._shape(name), "", self._parts(name, tensor))
@@ -183,15 +182,15 @@ class RankState:
         }
 
     def facts(self, *, optimizer: bool = True) -> dict[str, Any]:
-        """What is no tensor, of this rank. Raises InputError for an optimizer that has what a
-        checkpoint cannot hold."""
+        """This rank's state apart from tensors. Raises InputError where a checkpoint cannot hold
+        that of the optimizer."""
         at, scale = self.program.coordinate, self.updates.scale
         facts: dict[str, Any] = {
             "step": self.interpreter.step,
             "samples": self.interpreter.samples,
             "calls": [self._calls[True], self._calls[False]],
             "mesh": [self.program.grid.pipeline, self.program.data, self.program.tensor],
-            "context": self.program.context,  # of the data ranks, so many share a batch
+            "context": self.program.context,  # number of data ranks that share a batch
             "seed": self.interpreter.seed,
             "scale": None if scale is None else [scale.value, scale.good, scale.skipped],
         }
@@ -231,7 +230,8 @@ class RankState:
         return facts
 
     def members(self) -> list[list[str]]:
-        """The names of the parameters in each group of the optimizer, as far as they are here."""
+        """The names of the parameters in each group of the optimizer, as far as this rank has
+        them."""
         names = {id(parameter): name for name, parameter in self.updates.weights().items()}
         groups = () if (current := self._optimizer()) is None else current.param_groups
         return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
@@ -239,7 +239,7 @@ class RankState:
     def restored(
         self, checkpoint: Checkpoint, members: Sequence[Sequence[str]], *, optimizer: bool
     ) -> Restored:
-        """What a checkpoint means for this rank; nothing is changed yet. `members` are those of
+        """How to load a checkpoint into this rank; nothing is changed yet. `members` are those of
         each group on all ranks."""
         restored, rounds = Restored(), self.updates.rounds
         for name in self.interpreter.tensors:
@@ -266,7 +266,7 @@ class RankState:
     def _restore_apart(
         self, checkpoint: Checkpoint, restored: Restored, *, optimizer: bool
     ) -> None:
-        """What PowerSGD and the server of this rank go on from."""
+        """Add the states of PowerSGD and of this rank's server."""
         powersgd, serving = self.interpreter.powersgd, self.updates.serving
         prefix = f"rank {self.program.rank} "
         restore: Callable[[str, torch.Tensor], None]
@@ -285,7 +285,7 @@ class RankState:
 
     @torch.no_grad()
     def apply(self, checkpoint: Checkpoint, restored: Restored, *, optimizer: bool) -> None:
-        """Copy the tensors of a checkpoint into this rank's, and go on from its counters."""
+        """Copy the tensors of a checkpoint into this rank's, and set counters and options."""
         self.copy(checkpoint, restored.copies)
         self._apply_facts(checkpoint.facts)
         if self.interpreter.powersgd is not None:
@@ -308,8 +308,8 @@ class RankState:
     def published(
         self, source: Pretrained, mapping: Mapping[str, Place]
     ) -> tuple[dict[str, list[tuple[str, Part]]], list[str]]:
-        """What this rank copies out of published weights, by the name of its tensor, and what does
-        not fit; `mapping` says where those stand in the model."""
+        """The parts that this rank copies out of published weights, by the name of its tensor, and
+        faults; `mapping` places the published tensors in the model."""
         copies: dict[str, list[tuple[str, Part]]] = {}
         aliases: dict[str, str] = {}
         faults = []
@@ -340,7 +340,7 @@ class RankState:
 
     def place(self, name: str, tensor: torch.Tensor) -> Box:
         """Which part of a tensor of the model `tensor` is: all of it, or the one box of it that
-        this rank has. Raises InputError for another shape, and for what has no values."""
+        this rank has. Raises InputError for another shape, and for tensors without values."""
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
             kind = "has no values (meta)" if isinstance(tensor, torch.Tensor) else "is no tensor"
             message = f"{name!r} {kind}: give a tensor of the CPU or a device"
@@ -368,7 +368,7 @@ class RankState:
         self.updates.masters.write()
 
     def _apply_facts(self, facts: Mapping[str, Any]) -> None:
-        """The counters, the seed and the scale of the loss."""
+        """Set the counters, the seed and the scale of the loss."""
         program, interpreter = self.program, self.interpreter
         interpreter.step, interpreter.samples = facts["step"], facts["samples"]
         self._calls[True], self._calls[False] = facts["calls"]
@@ -395,7 +395,7 @@ class RankState:
         members: Sequence[Sequence[str]],
         restored: Restored,
     ) -> None:
-        """What the optimizer gets, by the names of its parameters."""
+        """Add the states and options of the optimizer, by the names of its parameters."""
         current = self._optimizer()
         if current is None:
             restored.faults.append(
@@ -439,13 +439,14 @@ class RankState:
         states: dict[str, Any],
         restored: Restored,
     ) -> None:
-        """One state of a parameter: in its dtype if it was so, whatever that was."""
+        """Add one state of a parameter: in the parameter's dtype if both had one dtype when
+        saved."""
         entry, weight = checkpoint.entries[key], checkpoint.entries.get(f"model/{name}")
         dtype = parameter.dtype if weight and weight.dtype == entry.dtype else entry.dtype
         if entry.note == LIKE:
             target = torch.zeros_like(parameter, dtype=dtype)
             if self._shape(name) != entry.shape:
-                return  # the parameter itself says so
+                return  # the parameter's own fault reports it
             parts = self._parts(name, target)
         else:
             place = self._place(name, parameter)
@@ -471,8 +472,9 @@ class RankState:
         members: Sequence[Sequence[str]],
         restored: Restored,
     ) -> None:
-        """The options of each group: those of the group that has its parameters, wherever these
-        are. One of new parameters keeps its own; one of none is that of none at its place."""
+        """Add the options of each group: those of the stored group that has its parameters, at
+        whatever place. A group of new parameters keeps its own; an empty one takes those of an
+        empty one at its place."""
         saved = {name: group["options"] for group in groups for name in group["names"]}
         for number, (group, names) in enumerate(zip(current.param_groups, members, strict=False)):
             options = [saved[name] for name in names if name in saved]
@@ -486,7 +488,7 @@ class RankState:
                 restored.options.append((group, options[0]))
 
     def _key(self, checkpoint: Checkpoint, name: str) -> str | None:
-        """Under which key a checkpoint has a tensor."""
+        """The key of a tensor in a checkpoint; None if it is not there."""
         keys = [f"model/{name}", f"unsaved/{name}"]
         if self._is_apart(checkpoint):
             keys.insert(0, f"rank {self.program.rank} model/{name}")
@@ -495,13 +497,13 @@ class RankState:
         return next((key for key in keys if key in checkpoint.entries), None)
 
     def _is_apart(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint has what this rank had apart from the others."""
+        """Whether a checkpoint has this rank's own state (`apart`): only one of an equal mesh."""
         grid, updates = self.program.grid, self.program.updates
         apart = updates.separate or updates.compression == "powersgd"
         return apart and checkpoint.facts["mesh"] == [grid.pipeline, grid.data, grid.tensor]
 
     def _kept(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Name, kind and value of what rounds keep."""
+        """Name, kind and value of the tensors that rounds keep."""
         rounds = self.updates.rounds
         if rounds is not None:
             for name, kind in product(self.updates.weights(), KEPT):
@@ -509,8 +511,8 @@ class RankState:
                     yield name, kind, value
 
     def _is_number(self, name: str, key: str, value: object) -> bool:
-        """Whether a state of a parameter is a number; those of a scalar are like it, which ZeRO has
-        in rows, but for what counts steps."""
+        """Whether a state of a parameter is stored as a number. Those of a scalar are stored like
+        it (ZeRO has it in rows), unless they are `COUNTERS`."""
         if not isinstance(value, torch.Tensor) or value.dim():
             return not isinstance(value, torch.Tensor)
         return bool(self._shape(name)) or key in COUNTERS
@@ -541,16 +543,16 @@ class RankState:
         return self.layout.parts(name, tensor, memory, rows)
 
     def _filled(self, name: str) -> list[Part]:
-        """Where the values of a tensor of the model go on this rank; `masters.write` does the rest.
-        A master in rows gives values to these alone, so that the others are read as well."""
+        """The parts that a tensor of the model fills on this rank; `masters.write` does the rest. A
+        master in rows updates only these rows, so the whole tensor is filled as well."""
         tensor, master = self.interpreter.tensors[name], self._master(name)
         shared = self._data_parts(name) is not None and not self.updates.in_pieces(name)
         targets = [tensor] if master is tensor else [tensor, master] if shared else [master]
         return [part for target in targets for part in self._parts(name, target)]
 
     def _master(self, name: str) -> torch.Tensor | None:
-        """What a checkpoint holds of a tensor: its master, or this data rank's rows of that or of
-        itself (None where it has none), or itself."""
+        """The memory that a checkpoint stores for a tensor: its master or itself, or this data
+        rank's rows of either (None where it has none)."""
         tensor, parts = self.interpreter.tensors[name], self._data_parts(name)
         if parts is not None and self.is_shared_out(f"model/{name}"):
             return self.updates.masters.by_name.get(name, parts.parts.get(name))
@@ -567,7 +569,7 @@ class RankState:
         return updated or narrow or name in parts.in_pieces
 
     def _states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        """Name, parameter and state of what the optimizer has stepped."""
+        """Name, parameter and state of the parameters that the optimizer has stepped."""
         if (optimizer := self._optimizer()) is not None:
             for name, weight in self.updates.weights().items():
                 if weight in optimizer.state:
@@ -583,7 +585,7 @@ class RankState:
 def _same(
     source: Pretrained, one: Sequence[tuple[str, Part]], other: Sequence[tuple[str, Part]]
 ) -> bool:
-    """Whether two ways to fill the same tensors have the same values."""
+    """Whether two lists of copies fill the same tensors with equal values."""
 
     def values(copies: Sequence[tuple[str, Part]]) -> Iterator[torch.Tensor]:
         for key, part in copies:

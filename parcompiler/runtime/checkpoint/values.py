@@ -23,10 +23,10 @@ from parcompiler.runtime.axis import in_memory
 
 
 def encoded(value: object, tensors: dict[str, torch.Tensor], place: str = "the state") -> Any:
-    """A value as JSON; its tensors go into `tensors` by a digest of what they hold.
+    """A value as JSON; its tensors go into `tensors` by a digest of their contents.
 
-    A dictionary stands as it is when its keys are texts and it could not be taken for anything
-    else. Raises InputError for what neither JSON nor safetensors can hold, and says where it is.
+    A dictionary is kept as it is when its keys are texts and it cannot be mistaken for an encoding.
+    Raises InputError for what neither JSON nor safetensors can hold, and says where it is.
     """
     match value:
         case None | bool() | int() | float() | str() if type(value) in _PLAIN:
@@ -55,7 +55,7 @@ def encoded(value: object, tensors: dict[str, torch.Tensor], place: str = "the s
 
 
 def decoded(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The value that was encoded; `tensor` has those that stood beside it."""
+    """Inverse of `encoded`; `tensor` returns a tensor by its digest."""
     match value:
         case {"bytes": str(text), **rest} if not rest:
             return base64.b64decode(text)
@@ -77,7 +77,7 @@ _MARKS = frozenset(("bytes", "tensor", "tuple", "dict"))
 
 
 def _kept(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
-    """The name of a tensor by what it holds: equal ones are stored once."""
+    """Store a tensor under a digest of its contents, equal ones once. Returns the digest."""
     own = in_memory(tensor.detach().cpu()).clone()
     raw = ctypes.string_at(own.data_ptr(), own.nbytes) if own.numel() else b""
     digest = hashlib.sha256(f"{own.dtype} {tuple(own.shape)}".encode() + raw).hexdigest()[:32]

@@ -1,10 +1,10 @@
 """Compiles the templates of a rank: each once for all processes that run here, and later.
 
-    rank 0   A ─ B ─ (C)      ranks begin with different templates; who comes to one that another
-    rank 1   B ─ C ─ (A)      process compiles waits for it, and reads what that has made from disk
+    rank 0   A ─ B ─ (C)      ranks begin with different templates; one that comes to a template
+    rank 1   B ─ C ─ (A)      that another process compiles waits, and reads the result from disk
 
 The compiler is that of torch.compile, Inductor, behind AOTAutograd, which makes one graph of a
-forward and its backward and divides it. What it makes is kept in its cache on disk.
+forward and its backward and divides it. Its results are kept in its cache on disk.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class CompiledStages:
 
     def __init__(self, interpreter: Interpreter) -> None:
         for stage in interpreter.stages.values():
-            stage.again = False  # a compiled layer knows it: its results of `again` are marked
+            stage.again = False  # in compiled layers results of `again` are marked
         self._program, self._stages = interpreter.program, interpreter.stages
         self._defers, self._channels = interpreter.defers, interpreter.channels
         axes = tuple(self._channels.axes.values())
         self._surroundings = Surroundings(self._channels.device, axes)
         held = interpreter.tensors
         tables = {held[name] for name in self._program.row_gradients if name in held}
-        self._layers = {  # layers whose tables have gradients of rows run as they are
+        self._layers = {  # layers whose tables have row gradients stay eager
             j: [
                 CompiledLayer(m)
                 for m in stage.modules()
@@ -88,8 +88,8 @@ class CompiledStages:
                     yield from template.exchanges
 
     def _said(self, templates: Sequence[Template], begin: float) -> Callable[[int], None]:
-        """Says on stderr of rank 0 how many templates are compiled: at the end, and on a terminal
-        all the time."""
+        """A function that prints on stderr of rank 0 how many templates are compiled: at the end,
+        and on a terminal after each."""
         layers, live = sum(template.count for template in templates), sys.stderr.isatty()
 
         def say(done: int) -> None:
@@ -155,8 +155,8 @@ def compiled(template: Template) -> Function:
             graph.recompile()
             return compile_fx_inner(graph, inputs, **options)
 
-        # The backward now, not within the first step. A mask made of a value that is kept is made
-        # again from it in the backward: the compiler would write it to memory, byte by byte.
+        # Compile the backward now, not within the first step. Recompute a mask in the backward from
+        # a saved value: the compiler would save the mask too, a byte for each element.
         options = {
             "force_non_lazy_backward_lowering": training,
             "ban_recompute_materialized_backward": False,
@@ -167,16 +167,16 @@ def compiled(template: Template) -> Function:
 
 
 def _written_format(form: torch.memory_format) -> Any:
-    """What pickle takes a memory format for: its name."""
+    """Pickle a memory format as its name."""
     return str, (str(form),)
 
 
 @contextmanager
 def _keys_of_all_processes() -> Iterator[None]:
-    """Within it, equal graphs have equal keys in the cache of the compiler, in every process.
+    """In this context, equal graphs have equal keys in the cache of the compiler, in every process.
 
-    Keys are hashes of pickles, and pickle takes a memory format from the first module of the
-    process that has the name torch: from whatever module of the user imported it first.
+    Keys are hashes of pickles, and pickle finds a memory format in the first module with the name
+    torch in it: in whatever module of the user imported torch first.
     """
     copyreg.pickle(torch.memory_format, _written_format)
     try:
@@ -187,7 +187,7 @@ def _keys_of_all_processes() -> Iterator[None]:
 
 @contextmanager
 def _alone(template: Template) -> Iterator[None]:
-    """Within it, no other process here compiles the same template."""
+    """In this context, no other process here compiles the same template."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir()) / "parcompiler"

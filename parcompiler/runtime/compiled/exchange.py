@@ -4,7 +4,7 @@
     compiled    … kernel ─► exchange ─► kernel ─► exchange …     in the order of the trace
 
 The compiler neither looks inside nor reorders: each exchange waits for the one before, so that all
-ranks are in the same one. So what `runtime.axis` does is what compiled layers do.
+ranks are in the same one. The collectives themselves are those of `runtime.axis`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from parcompiler.runtime.axis import Axis
 
 _library = torch.library.Library("parcompiler", "FRAGMENT")
 _library.define("exchange(Tensor x, str call, int[] shape, Tensor? after=None) -> Tensor")
-_groups: dict[str, Axis] = {}  # of this process, by their axes
+_groups: dict[str, Axis] = {}  # of this process, by axis
 
 
 def _exchange(
     x: torch.Tensor, call: str, shape: list[int], after: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Do a collective of a group of this rank."""
+    """Run a collective of one of this rank's groups."""
     group, method, shards = _parsed(call)
     result: torch.Tensor = getattr(_groups[group], method)(x, *shards)
     return result
@@ -37,7 +37,7 @@ def _exchange(
 def _abstract(
     x: torch.Tensor, call: str, shape: list[int], after: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A result without data."""
+    """The result without data, for tracers."""
     return x.new_empty(shape)
 
 
@@ -55,7 +55,7 @@ def _parsed(call: str) -> tuple[str, str, tuple[Shard, ...]]:
 
 @dataclass(slots=True)
 class TracedAxis(Axis):
-    """A group in a trace: its collectives are operators, which find it by its name."""
+    """An axis in a trace: its collectives become operators, which find the group by its name."""
 
     @classmethod
     def of(cls, axis: Axis) -> TracedAxis:
@@ -72,7 +72,7 @@ class TracedAxis(Axis):
         return self._exchanged("all_reduce_max", tensor, list(tensor.shape))
 
     def all_gather(self, part: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """The whole of the pieces of all ranks."""
+        """The whole tensor, from the pieces of all ranks."""
         return self._exchanged("all_gather", part, list(shard.shape(part.shape)), shard)
 
     def reduce_scatter(self, summand: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -86,7 +86,7 @@ class TracedAxis(Axis):
         return self._exchanged("all_to_all", part, shape, source, target)
 
     def rotate(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The row of numbers of the rank before, which compiled layers wait for at once."""
+        """The previous rank's row of numbers, which compiled layers wait for at once."""
         arriving = self._exchanged("rotated", row, list(row.shape))
         return lambda: arriving
 
@@ -105,7 +105,7 @@ class TracedAxis(Axis):
 
 
 def in_order(graph: fx.Graph) -> list[str]:
-    """Let each exchange of a graph wait for the one before; their calls."""
+    """Make each exchange of a graph depend on the one before. Returns their calls."""
     before: fx.Node | None = None
     calls = []
     for node in graph.nodes:

@@ -1,12 +1,12 @@
-"""The templates of the stages of a rank, and the layers that call what they were compiled to.
+"""The templates of the stages of a rank, and the layers that call the compiled functions.
 
     stages ─► run without data ─► templates ─► build ─► functions ─► layer.forward
               each call of a layer: its text,           of arguments, tensors, extras
               and the forms of what it is given
 
-Layers of one text that are given tensors of the same forms are instances of one template: their
+Layers with the same text and tensors of the same forms are instances of one template: their
 parameters are inputs of one compiled function. A template is compiled for training, with its
-backward, and apart for evaluation.
+backward, and separately for evaluation.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Function = Callable[..., Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What layers are traced in: the groups of ranks that they exchange with, on `device`.
+    """The context in which layers are traced: `device`, groups of ranks and mode.
 
-    With `split`, products for weights are left for later; `training` is the mode.
+    With `split`, products for weights are left for later.
     """
 
     device: torch.device
@@ -51,7 +51,7 @@ class Surroundings:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, collectives of layers are operators."""
+        """In this context, collectives of layers are operators."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.training))
             for axis in self.axes:
@@ -65,9 +65,9 @@ class Surroundings:
 class Template:
     """Layers that one compiled function computes; `layer` is the first of them.
 
-    `arguments` and `tensors` are the forms of what the function is given, `extras` what else it
-    reads, `results` the forms of what it returns, `exchanges` its collectives in their order. `key`
-    tells it from all others, in all processes.
+    `arguments`, `tensors` and `results` are the forms of the function's inputs and outputs,
+    `extras` its other inputs, `exchanges` its collectives in order. `key` identifies it in all
+    processes.
     """
 
     key: str
@@ -88,7 +88,7 @@ class Template:
         return f"{kind.__name__} of {shown_file(kind.forward.__code__.co_filename)}"
 
     def fits(self, arguments: Sequence[torch.Tensor]) -> bool:
-        """Whether the function takes these arguments, but for how they lie in memory."""
+        """Whether the function takes these arguments, strides aside."""
         return all(
             x.shape == form.shape and x.requires_grad == form.carries
             for x, form in zip(arguments, self.arguments, strict=True)
@@ -96,7 +96,7 @@ class Template:
 
 
 class CompiledLayer:
-    """The forward of a layer: what its templates were compiled to."""
+    """The forward of a layer, which calls the compiled functions of its templates."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -109,7 +109,7 @@ class CompiledLayer:
         layer.__dict__["forward"] = self
 
     def __call__(self, *arguments: torch.Tensor) -> Any:
-        """Compute the layer. Arguments that it was not compiled for are computed eagerly."""
+        """Compute the layer, eagerly for arguments that it was not compiled for."""
         if self.finder is not None:
             return self.finder.call(self, arguments)
         mode = self.layer.training and torch.is_grad_enabled()
@@ -162,7 +162,7 @@ class Finder:
                 layer.finder = None
 
     def call(self, compiled: CompiledLayer, arguments: Sequence[torch.Tensor]) -> Any:
-        """What a layer returns; its template is noted."""
+        """Run a layer and note its template. Returns the layer's results."""
         tensors = compiled.tensors()
         key = key_of(compiled.layer, arguments, tensors, self._surroundings)
         template = self.templates.get(key)
@@ -180,7 +180,7 @@ class Finder:
         return results[0] if template.single else tuple(results)
 
     def _arguments(self, stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a stage is given for a micro-batch, without data."""
+        """The inputs of a stage for a micro-batch, without data."""
         program, device = self._program, self._surroundings.device
         for name in stage.inputs:
             spec = program.inputs[name]
@@ -219,7 +219,7 @@ class TracedLayer(nn.Module):
         self._paths = [path for path, _ in places_of(template.layer)]
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the layer returns."""
+        """The tensors that the layer returns."""
         (template,) = self._template
         layer, first = template.layer, len(template.arguments)
         arguments, tensors = flat[:first], flat[first : first + len(self._paths)]
@@ -239,12 +239,12 @@ class TracedLayer(nn.Module):
         (template,) = self._template
         forms = [*template.arguments, *template.tensors]
         forms += [TensorForm.of(like) for extra in template.extras for like in extra.like]
-        with FakeTensorMode(shape_env=ShapeEnv()):  # the cache of the compiler wants one
+        with FakeTensorMode(shape_env=ShapeEnv()):  # the compiler's cache needs one
             return [form.empty(template.surroundings.device) for form in forms]
 
 
 def places_of(layer: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
-    """The parameters and buffers of a layer: their paths, and where they stand."""
+    """The parameters and buffers of a layer: path, module and attribute."""
     return [
         (f"{path}.{leaf}".lstrip("."), (module, leaf))
         for path, module in layer.named_modules(remove_duplicate=False)
@@ -254,7 +254,7 @@ def places_of(layer: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
 
 
 def text_of(layer: Layer) -> str:
-    """What a layer is: the text of its methods."""
+    """The source text of a layer's methods."""
     kind = type(layer)
     methods = [vars(kind)[name] for name in ("__init__", "forward") if name in vars(kind)]
     return "\n".join(inspect.getsource(method) for method in methods)
@@ -266,7 +266,7 @@ def key_of(
     tensors: Sequence[torch.Tensor],
     surroundings: Surroundings,
 ) -> str:
-    """What tells a template from others: its text, the forms that it is given, its groups."""
+    """The key of a template: a digest of text, forms of inputs, and groups."""
     groups = [(g.name, g.size, g.rank) for g in surroundings.axes]
     if not text_exchanges(text := text_of(layer)):
         groups = []  # so that all ranks have one
@@ -302,7 +302,7 @@ def shown_file(path: str) -> str:
 
 
 def _without_data(stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors like those of a stage, shared alike."""
+    """Tensors like those of a stage, without data; shared ones stay shared."""
     made: dict[int, torch.Tensor] = {}
     named = {}
     for path, (owner, leaf) in places_of(stage):

@@ -1,10 +1,10 @@
-"""What a compiled layer reads besides its arguments and tensors: made eagerly before each call.
+"""The extra inputs of a compiled layer, made eagerly before each call.
 
     random numbers         the same as without compiling, in the same order
     parameters that fan out   their gradients are summed up over micro-batches first, see `tensor`
     products left for later   the places of their operands among the gradients, see `deferred`
 
-The first trace of a layer, without data, finds these extras; those that compile are given them.
+The first trace of a layer, without data, finds these extras; later traces are given them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Make = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # from the la
 
 
 class TensorForm(NamedTuple):
-    """What a compiled function, or a random operator, knows of a tensor that it is given."""
+    """The properties of an input that a compiled function, or a random operator, depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorForm(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
-        """That of a tensor."""
+        """The form of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -48,14 +48,15 @@ class TensorForm(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """Inputs of a compiled layer that `make` computes before it is called, alike to `like`."""
+    """Inputs of a compiled layer that `make` computes before it is called, of the forms of
+    `like`."""
 
     make: Make
     like: tuple[torch.Tensor, ...]
 
 
 def active() -> Trace | None:
-    """The trace of a layer within which this is called."""
+    """The trace of a layer that is active; None outside of one."""
     return _active.get()
 
 
@@ -69,16 +70,16 @@ class Trace:
     tensors: Sequence[torch.Tensor]
     given: Sequence[torch.Tensor] | None = None
     extras: list[Extra] = field(default_factory=list)
-    _around: Callable[[], AbstractContextManager[None]] = nullcontext  # draws that come next
+    _around: Callable[[], AbstractContextManager[None]] = nullcontext  # context of the next draws
     _taken: int = 0
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, this trace is the active one, and random operators are extras."""
+        """In this context, this trace is the active one, and random operators are extras."""
         token = _active.set(self)
         try:
-            # Operators fall into others as they do in eager: torch has other ways for its tracers,
-            # of dropout for instance, which draw otherwise.
+            # Decompose operators as in eager mode: torch has other decompositions for its tracers,
+            # of dropout for instance, which draw other numbers.
             with torch._C._DisablePythonDispatcher(), _Draws(self):
                 yield
         finally:
@@ -120,12 +121,12 @@ class Trace:
         return self.extra(make, like[0] if isinstance(like, tuple) else like)[0]
 
     def place(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor stands among those of the layer."""
+        """The index of a tensor among those of the layer; None if it is not one of them."""
         return next((k for k, own in enumerate(self.tensors) if own is tensor), None)
 
     @contextmanager
     def drawing(self, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Within it, random numbers will be drawn within `around`."""
+        """In this context, random numbers will be drawn within `around`."""
         self._around = around
         try:
             yield
@@ -134,7 +135,7 @@ class Trace:
 
 
 class _Draws(TorchDispatchMode):
-    """Makes what random operators draw extra inputs of a trace."""
+    """Turns the results of random operators into extra inputs of a trace."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -173,5 +174,5 @@ def _leaves_alone(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _nothing(_: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Stands for what a later trace does not make."""
+    """Placeholder for `make` in later traces, which never call it."""
     return ()
