@@ -1,8 +1,8 @@
 """Adaptive softmax (Grave et al. 2016, arXiv 1609.04309) without questions about the batch.
 
-torch's own gives each cluster of rare words the rows whose targets it has, as many as there happen
-to be. A graph has fixed shapes: here every cluster computes all rows, and those it has not are
-masked, which is the same loss and gradient. A target that is no class raises, as in torch.
+torch's module gives each cluster of rare words the rows with targets in it, a number that depends
+on the batch. A graph has fixed shapes: here every cluster computes all rows, and other rows are
+masked, with the same loss and gradient. A target that is no class raises, as in torch.
 
 >>> layer = nn.AdaptiveLogSoftmaxWithLoss(8, 9, cutoffs=[2, 5], div_value=2)
 >>> x, target = torch.randn(3, 8), torch.tensor([0, 8, 4])
@@ -34,7 +34,7 @@ def on_all_rows(
         raise RuntimeError(message)
     x, target = (input_, target_) if batched else (input_.unsqueeze(0), target_.unsqueeze(0))
     output = x.new_zeros(target.shape[0])
-    column = target  # of the head; a target that is no class is none of its columns
+    column = target  # of the head; a target that is no class has none
     for k, (low, high) in enumerate(pairwise(layer.cutoffs)):
         mine = (target >= low) & (target < high)
         index = (target - low).clamp(0, high - low - 1).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Attention as its kernels want it: constant masks become flags, and repeated heads groups.
+"""Attention in the form of its fastest kernels: constant masks become flags, repeated heads groups.
 
     mask = arange(s)[None, :] <= arange(s)[:, None]             the kernel that reads a mask
     F.scaled_dot_product_attention(q, k, v, attn_mask=mask)     [..., s, s] for every micro-batch
@@ -12,9 +12,9 @@
 | each query sees all keys             | nothing                                                |
 | another, or it depends on the batch  | itself                                                 |
 
-Without a mask the heads of keys and values that were repeated for the queries of a group are read
-as they are (`enable_gqa=True`), where kernels take that: elsewhere torch would compute all scores.
-The sums are added up in another order, so that results differ in their last bits.
+Without a mask, heads of keys and values that were repeated for a group of queries are read
+unrepeated (`enable_gqa=True`), where kernels support that: elsewhere torch would store all scores.
+Sums are added in another order, so that results differ in their last bits.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from parcompiler.capture.rewriting import copied
 from parcompiler.graph import Graph
 
 LARGEST = 1 << 28  # elements of a value on the way to a mask: 16,384 positions
-FEW = 512  # positions that stand for more: a formula is the same for all of them
+FEW = 512  # positions that stand for a larger number, as the formula is the same
 WIDEST = 256  # features of a head that flash kernels take
 SHORT = 128  # positions of the attention that is run in both forms
 EQUAL = 1e-12  # relative, in float64
-_HIDDEN = -3e38  # what hides a key is that or less: float32's least, or bfloat16's
+_HIDDEN = -3e38  # values up to this hide a key: float32's least, or bfloat16's
 
-Arguments = dict[str, Any]  # of an attention by name
+Arguments = dict[str, Any]  # of an attention, by name
 
 
 def with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
-    """`graph` with attention in the forms above; each such node says so in `meta["kernel"]`.
+    """`graph` with attention in the forms above; each such node is marked in `meta["kernel"]`.
 
-    `on_cpu`: torch's kernel there takes groups of heads in every precision, those of GPUs in 16
-    bits alone.
+    `on_cpu`: torch's kernel there takes groups of heads in every precision, GPU kernels only in 16
+    bits.
     """
     return graph.once(("kernels", on_cpu), lambda: _with_kernels(graph, on_cpu=on_cpu))
 
@@ -76,7 +76,7 @@ def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
 
 
 def _forms(graph: Graph, *, on_cpu: bool) -> Iterator[tuple[fx.Node, Arguments]]:
-    """The attentions that have another form, each with its arguments then."""
+    """The attention nodes to change, each with its new arguments."""
     masks = ConstantMasks(graph)
     proved: dict[str, bool] = {}
     for node in graph.fx_graph.nodes:
@@ -106,7 +106,7 @@ def _shown(arguments: Arguments) -> list[object]:
 
 
 def _words(before: Arguments, after: Arguments) -> Iterator[str]:
-    """What was recognised."""
+    """Descriptions of the changes."""
     if after["is_causal"] and not before["is_causal"]:
         yield "causal kernel, recognised from a mask"
     elif before["attn_mask"] is not None and after["attn_mask"] is None:
@@ -128,7 +128,7 @@ class ConstantMask:
 
 
 class ConstantMasks:
-    """The masks of a graph that are the same for every batch and that a flag can say."""
+    """The masks of a graph that are the same for every batch and equivalent to a flag."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -137,8 +137,8 @@ class ConstantMasks:
         self._known: dict[str, ConstantMask | None] = {}
 
     def read(self, attention: fx.Node) -> ConstantMask | None:
-        """The mask of an attention, by the formula that it is computed by, which layers share; None
-        for any other."""
+        """The constant mask of an attention, cached by its formula, as layers share it; None for
+        any other mask."""
         mask = arguments_of(attention)["attn_mask"]
         writers = self._effects.writers.get(self._effects.root(mask), ())
         position = self._position
@@ -160,10 +160,10 @@ class ConstantMasks:
         return self._known[formula]
 
     def _value(self, mask: fx.Node, members: Sequence[fx.Node]) -> torch.Tensor | None:
-        """What a mask is in every micro-batch; None where that cannot be found here.
+        """The value of a mask in every micro-batch; None where it cannot be computed here.
 
-        One of too many positions is computed for `FEW` of them, by the same formula, where all
-        numbers in it but theirs are so small that what they do shows among these.
+        A mask of too many positions is computed for `FEW` of them, by the same formula, if the
+        other numbers in the formula are so small that their effect shows among these.
         """
         length, known = 0, mask.meta["val"]
         read = {operand for node in members for operand in node.all_input_nodes}
@@ -177,7 +177,7 @@ class ConstantMasks:
             }
             value = evaluated(mask, members, values, lambda item: _shorter(item, length))
         except (RuntimeError, NotImplementedError, KeyError, TypeError):
-            return None  # what does not run here is left to the ranks
+            return None  # a formula that does not run here is left to the ranks
         shape = [_shorter(size, length) for size in known.shape]
         same = (list(value.shape), value.dtype) == (shape, known.dtype)
         return value if same else None
@@ -196,15 +196,15 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _is_formula(node: fx.Node, length: int) -> bool:
-    """Whether a node does on `FEW` positions what it does on so many: every number that it is given
-    is of positions, or small against `FEW`, or larger than any distance."""
+    """Whether a node computes the same on `FEW` positions as on `length`: every number among its
+    arguments counts positions, or is small against `FEW`, or is larger than any distance."""
     numbers = [x for x in tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, int | float)]
     others = [n for n in numbers if _shorter(n, length) == n]
     return _is_known(node) and not any(FEW // 4 < abs(n) < 2 * length for n in others)
 
 
 def _shorter(item: Any, length: int) -> Any:
-    """A number of positions among arguments, where `FEW` stand for `length` of them."""
+    """An argument, with `FEW` in place of `length` if it is a number of positions."""
     near = length and isinstance(item, int) and not isinstance(item, bool)
     return item - length + FEW if near and abs(item - length) <= 2 else item
 
@@ -221,10 +221,10 @@ def _is_small(node: fx.Node) -> bool:
 
 
 def _as_flag(mask: torch.Tensor) -> ConstantMask | None:
-    """What flag says the same as a mask [..., queries, keys], if all rows and heads agree.
+    """The flag that is equivalent to a mask [..., queries, keys], if all rows and heads agree.
 
     Booleans are true, floating numbers 0, where a key is seen. The least number of a dtype hides a
-    key as -inf does: beside it no score counts, and its exponential is 0.
+    key as -inf does: it dominates any score, and its exponential is 0.
     """
     if mask.dim() < 2:
         return None
@@ -246,7 +246,7 @@ def _as_flag(mask: torch.Tensor) -> ConstantMask | None:
 
 
 def _with_flags(before: Arguments, masks: ConstantMasks, node: fx.Node) -> Arguments:
-    """The arguments without a mask, where a flag or nothing says the same."""
+    """The arguments without a mask, where a flag or nothing is equivalent."""
     mask = before["attn_mask"]
     if mask is None or before["is_causal"]:
         return before
@@ -281,10 +281,10 @@ def _in_groups(before: Arguments, node: fx.Node, *, on_cpu: bool) -> Arguments:
 
 
 def _repeated(node: fx.Node) -> fx.Node | None:
-    """The tensor [b, heads, s, d] of which a node [b, n · heads, s, d] has each head n times.
+    """The tensor [b, heads, s, d] whose heads a node [b, n · heads, s, d] repeats n times each.
 
-    Either `repeat_interleave(x, n, dim=1)`, or what is written for it:
-    `x[:, :, None].expand(b, heads, n, s, d).reshape(b, heads * n, s, d)`.
+    Either `repeat_interleave(x, n, dim=1)`, or its usual spelling: `x[:, :, None].expand(b, heads,
+    n, s, d).reshape(b, heads * n, s, d)`.
     """
     if overload_name(node) == "repeat_interleave" and len(node.args) >= 2:
         source, times, *rest = node.args

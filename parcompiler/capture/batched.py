@@ -9,10 +9,10 @@ region is traced once more, below the transform, and its nodes are exchanged:
     all = _remove_batch_dim(sum, 1, 2, 0)         │
     _vmap_decrement_nesting()                     ┘
 
-A trace below the transform is one below autograd too. It is what autograd records of the region as
-long as that does nothing with gradients itself: a region with a custom Function, another transform
-or another mode of gradients stays, and is refused. So is one with dropout or a norm that trains,
-whose operators would have no mode any more that an evaluation could change.
+A trace below the transform is also below autograd. It equals what autograd records of the region
+unless the region handles gradients itself: one with a custom Function, another transform or another
+gradient mode stays, and is refused. So is one with dropout or a training norm, whose operators
+would no longer have a mode that an evaluation could change.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _is_plain(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = arguments_of(node)
         return node.target.namespace == "aten" and not any(map(arguments.get, _MODES))
-    if name == "flat_apply":  # of a Function, which but for this has a gradient of its own
+    if name == "flat_apply":  # a Function: only this one has no gradient of its own
         return _INDEX in node.args
     return node.op == "get_attr" or node.target is operator.getitem or name in _OF_VMAP
 
@@ -98,7 +98,7 @@ def _traced(
     run = fx.Interpreter(fx.GraphModule(owner, body)).run
     with warnings.catch_warnings(), preserve_node_meta(), fakes[0].fake_mode:
         warnings.simplefilter("ignore")  # an operator without a rule for batches runs in a loop
-        # With a table of its own torch 2.14 keeps `detach`, which it writes as `alias` else.
+        # Given any table, torch 2.14 keeps `detach`, which it would otherwise write as `alias`.
         return make_fx(run, decomposition_table={})(*fakes).graph
 
 
@@ -111,7 +111,7 @@ def _exchange(
 ) -> None:
     """Put the nodes of `batched` in the place of a region, with `tensors` for its placeholders."""
     if any(node.op == "get_attr" for node in batched.nodes):
-        return  # a constant that the region makes: it has no name in the model
+        return  # a constant made in the region has no name in the model
     remaining, values = iter(tensors), {}
     with graph.inserting_before(region[0]):
         for node in batched.nodes:

@@ -24,7 +24,7 @@ from parcompiler.capture.prologue import constants, is_sendable, prologue_of
 from parcompiler.capture.templates import Segment, group
 from parcompiler.graph import Block, Graph
 
-SMALL_UNIT = 8  # a unit has at least so small a part of the parameters of the largest block
+SMALL_UNIT = 8  # a unit has at least 1 / SMALL_UNIT of the largest block's parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Cut:
     constants: frozenset[fx.Node] = frozenset()
 
     def units(self, weights: Iterable[int]) -> list[int]:
-        """The unit of each block of a stage, by the bytes of its parameters: a block is one of its
-        own if it has at least 1 / SMALL_UNIT of those of the largest block, others are in the unit
-        of a neighbour. What ZeRO 3 gathers is gathered for a unit at once.
+        """The unit of each block of a stage, given the bytes of its parameters: a block is its own
+        unit if it has at least 1 / SMALL_UNIT of the bytes of the largest block; others join a
+        neighbour. ZeRO 3 gathers the parameters of a unit at once.
 
-        Of `embed`, `cast`, `h_0`, `h_1`, `norm` and `loss` with 8, 0, 9, 9, 1 and 0 bytes the units
-        are [0, 0, 1, 2, 2, 2].
+        For `embed`, `cast`, `h_0`, `h_1`, `norm` and `loss` with 8, 0, 9, 9, 1 and 0 bytes the
+        units are [0, 0, 1, 2, 2, 2].
         """
         least = max((block.weights for block in self.blocks), default=0) // SMALL_UNIT
         found, unit, size = [], 0, 0
@@ -91,7 +91,7 @@ def _cut(graph: Graph, level: int, sent: Collection[fx.Node]) -> Cut:
 
 
 def _segments(graph: Graph, nodes: list[fx.Node], level: int) -> list[Segment]:
-    """The segments at a level, before those that no cut may part are joined."""
+    """The segments at a level, before those that must stay together are joined."""
     segments = _merge_bare(_runs(nodes, _key_function(nodes, level)), graph)
     if level == levels(graph)[-1]:
         segments = [piece for segment in segments for piece in _pieces(segment, graph)]
@@ -104,7 +104,7 @@ def _unsendable(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def why_so_few(graph: Graph) -> str:
-    """What keeps the blocks of `graph` from being more, with the line that is to blame."""
+    """Why `graph` has no more blocks, with the responsible line of the model."""
     nodes = _divisible(graph)
     segments = _segments(graph, nodes, levels(graph)[-1])
     home = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
@@ -161,7 +161,7 @@ def steps(node: fx.Node) -> tuple[ModuleCall, ...]:
     return _steps(tuple(node.meta.get("nn_module_stack", {}).items()))
 
 
-@lru_cache(maxsize=2**14)  # the nodes of a module have the same
+@lru_cache(maxsize=2**14)  # nodes of one module share it
 def _steps(stack: tuple[tuple[str, tuple[str, object]], ...]) -> tuple[ModuleCall, ...]:
     """The calls of modules in a stack, with the paths that the user's model has."""
     calls = (
@@ -175,11 +175,11 @@ def _steps(stack: tuple[tuple[str, tuple[str, object]], ...]) -> tuple[ModuleCal
 
 
 def _key_function(nodes: Iterable[fx.Node], level: int) -> Callable[[fx.Node], ModuleCall]:
-    """Which segment a node belongs to at a level: that of a module's call, or of the glue between
+    """A function from a node to its segment at a level: a module's call, or the glue between
     modules."""
     numbered = any(step.is_numbered for node in nodes for step in steps(node))
 
-    @cache  # the nodes of a module have the same
+    @cache  # nodes of one module share it
     def key(stack: tuple[ModuleCall, ...]) -> ModuleCall:
         candidates = [step for step in stack if step.is_numbered or not numbered]
         return candidates[min(level, len(candidates)) - 1] if candidates else ModuleCall("", "")
@@ -188,7 +188,7 @@ def _key_function(nodes: Iterable[fx.Node], level: int) -> Callable[[fx.Node], M
 
 
 def layer_of(nodes: Iterable[fx.Node]) -> Callable[[fx.Node], ModuleCall]:
-    """Which block of the coarsest level a node belongs to."""
+    """A function from a node to its block at the coarsest level."""
     return _key_function([node for node in nodes if node.op == "call_function"], 1)
 
 
@@ -245,10 +245,11 @@ def _pieces(segment: Segment, graph: Graph) -> list[Segment]:
 def _keep_together(
     segments: list[Segment], effects: Effects, unsendable: Collection[fx.Node]
 ) -> list[Segment]:
-    """Join the segments that no cut may part: what updates memory in place, what makes and reads a
-    value that cannot be sent, and what nothing reads with what stands before it.
+    """Join segments that must stay together: those that share memory updated in place, the maker
+    and the readers of a value that cannot be sent, and a segment that nothing reads with the one
+    before.
 
-    Joining segments may leave others to join, so that it is repeated until none is joined.
+    Repeated until nothing changes, as a joined segment may have to be joined again.
     """
     home = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
     last = list(range(len(segments)))
@@ -272,14 +273,14 @@ def _keep_together(
 
 
 def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, int, fx.Node]]:
-    """The first and last segment that touch memory which is updated in several of them, and what
-    made it. After the last update it is a value like others, and views of it are readers."""
+    """First and last segment that update the same memory in place, and the node that made it. After
+    the last update it is a value like any other, and its views are readers."""
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for node in home if effects.writers else ():
         sharing.setdefault(effects.root(node), []).append(node)
     for root, writers in effects.writers.items():
         touching = [n for n in sharing.get(root, ()) if not effects.is_settled(n)] + writers
-        if root.op == "placeholder":  # a buffer that the forward updates: it has one home
+        if root.op == "placeholder":  # a buffer that the forward updates: it lives on one stage
             touching = [user for node in (root, *sharing.get(root, ())) for user in node.users]
             touching += [*sharing.get(root, ()), *writers]
         spots = {home[node] for node in touching if node in home}

@@ -1,4 +1,4 @@
-"""The bound of an integer input: rows of the tables it indexes, classes that it names.
+"""The bound of an integer input: the rows of tables that it indexes, or the number of classes.
 
 Indices beyond the rows of their table are refused.
 """
@@ -26,7 +26,7 @@ _PASS_ON = frozenset(
 )
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _TABLES = ("embedding", "embedding_bag", "_embedding_bag")
-_LARGEST = 1 << 20  # elements of a tensor that is computed to check indices
+_LARGEST = 1 << 20  # elements of a tensor computed to check indices
 # For each operator: the operand that indexes, the table that it indexes, and in which dimension.
 _INDEX = {"embedding": (1, 0, 0)} | dict.fromkeys(_CLASSES, (1, 0, 1))
 
@@ -60,8 +60,8 @@ def high_of_example(tensor: torch.Tensor) -> int | None:
 
 
 def check_tables(graph: Graph) -> None:
-    """Refuse indices that their table has no row for, as far as the inputs that the model was
-    captured on and constants say them."""
+    """Refuse indices without a row in their table, where they follow from constants and from the
+    inputs that the model was captured on."""
     examples = dict(flat(graph.sample))
     values = {item.node: examples[item.key] for item in graph.inputs}
     buffers = (item for item in graph.parameters if item.buffer and not item.mutated)
@@ -88,8 +88,8 @@ def _check_rows(graph: Graph, node: fx.Node, table: fx.Node, index: torch.Tensor
 
 
 def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.Tensor | None:
-    """The value of a node where it follows from `values`, those of placeholders by name; else None,
-    as for what has no data, is drawn or large."""
+    """The value of a node if it follows from `values` of placeholders, by name; else None, also if
+    it has no data, is random or is large."""
     members = cone(node, effects_of(graph))
     order = [item for item in graph.fx_graph.nodes if item in members]
     known: dict[fx.Node, Any] = {}
@@ -106,7 +106,7 @@ def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.T
 
     try:
         value = evaluated(node, order, known)
-    except Exception:  # whatever an operator raises on another device than it was captured on
+    except Exception:  # an operator may raise anything on another device
         return None
     assert isinstance(value, torch.Tensor)
     return value

@@ -1,11 +1,10 @@
-"""Values of buffers that no checkpoint holds, for a model on the meta device: as its classes make
-them.
+"""Values of non-persistent buffers of a model on the meta device, computed by its classes.
 
 Buffers that are not persistent (the frequencies of rotary positions) are computed when a module is
 made, and on the meta device they have no values. Many modules are a function of one configuration,
 which they keep: the outermost such module around a buffer is made again on the CPU, with parameters
-that stay on the meta device, and its buffer is taken if it is the same from call to call and what
-lies around it is what the model has.
+that stay on the meta device, and its buffer is used if it is the same each time and the modules
+around it agree with the model's.
 
 >>> class Table(nn.Module):
 ...     def __init__(self, config: dict[str, int]) -> None:
@@ -38,8 +37,8 @@ SIMPLE = (bool, int, float, complex, str, torch.dtype)
 
 
 def computed(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The values of those of some buffers that have none, by name in the model; those that nothing
-    tells are left out."""
+    """Values for those of the buffers `names` that are on the meta device, by name; buffers that
+    cannot be computed are left out."""
     buffers = dict(model.named_buffers())
     values: dict[str, torch.Tensor] = {}
     made_again = cache(lambda host, default: list(_made_again(model.get_submodule(host), default)))
@@ -48,7 +47,7 @@ def computed(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
         if buffer is None or not buffer.is_meta:
             continue
         for host in ("", *accumulate(name.split(".")[:-1], "{}.{}".format)):
-            # Torch's default dtype may have been the model's own, or may become so by a cast.
+            # The model may have been made under another default dtype, or cast to its dtype later.
             defaults = [torch.get_default_dtype()]
             defaults += [buffer.dtype] if buffer.dtype.is_floating_point else []
             module, path = model.get_submodule(host), name.removeprefix(f"{host}." if host else "")
@@ -65,8 +64,8 @@ def computed(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def _made_again(module: nn.Module, default: torch.dtype) -> Iterator[nn.Module]:
-    """Modules made as this one was, where it keeps the one argument that its class needs: one, or
-    two where random numbers were drawn. Nothing where that fails."""
+    """Modules made like this one, if it keeps the only argument of its class: one, or two if random
+    numbers were drawn. None if that fails."""
     argument = _configuration(module)
     if argument is None:
         return
@@ -89,8 +88,8 @@ def _made_again(module: nn.Module, default: torch.dtype) -> Iterator[nn.Module]:
 
 
 def _configuration(module: nn.Module) -> dict[str, Any] | None:
-    """The one argument that the class of a module needs, if the module keeps it under its name and
-    it is no number or name: those may have become something else since."""
+    """The only required argument of a module's class, if the module keeps it under its name and it
+    is not a plain number or string: those may have been changed since."""
     arguments = list(inspect.signature(type(module).__init__).parameters.values())[1:]
     needed = [
         item.name
@@ -106,8 +105,8 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _parameters_on_meta() -> AbstractContextManager[None]:
-    """Within it, parameters of new modules go to the meta device: they take no memory, and nothing
-    is drawn for them."""
+    """In this context, parameters of new modules go to the meta device: they take no memory, and
+    nothing is drawn for them."""
     register = nn.Module.register_parameter
 
     def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -119,7 +118,7 @@ def _parameters_on_meta() -> AbstractContextManager[None]:
 
 
 def _value(twins: Sequence[nn.Module], module: nn.Module, name: str) -> torch.Tensor | None:
-    """The buffer that all of `twins` have, if there are any."""
+    """The buffer of `twins`, if there are any and all agree."""
     values = [_buffer(twin, module, name) for twin in twins]
     first = values[0] if values else None
     if first is None or any(value is None or not torch.equal(value, first) for value in values):
@@ -141,8 +140,8 @@ def _buffer(twin: nn.Module, module: nn.Module, name: str) -> torch.Tensor | Non
 
 
 def _alike(twin: nn.Module, module: nn.Module) -> bool:
-    """Whether two modules are of one class and their simple attributes agree, as far as both have
-    them; not the mode, and what begins with an underscore."""
+    """Whether two modules are of one class and their plain attributes agree, as far as both have
+    them; the mode and names with a leading underscore are ignored."""
     if type(twin) is not type(module):
         return False
     ours, theirs = vars(module), vars(twin)

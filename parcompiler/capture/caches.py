@@ -1,8 +1,8 @@
-"""Caches of the functions of a model's files, exchanged for empty ones for a while.
+"""Temporary empty caches for the cached functions of a model's files.
 
-A function with a cache (`functools.lru_cache`) gives later calls the tensors of the first. Those of
-an earlier forward would be constants of a trace, those of a trace would stay in the model's files
-when it is over, and the model in another precision would compute with tensors of its own.
+A cached function (`functools.lru_cache`) returns the tensors of its first call. Tensors of an
+earlier forward would be constants of a trace, tensors of a trace would outlive it, and the model in
+another precision would compute with tensors of its own precision.
 
 >>> @functools.cache
 ... def table() -> object:
@@ -33,7 +33,7 @@ _Cache = type(functools.cache(id))
 
 @contextmanager
 def own_caches(model: nn.Module) -> Iterator[None]:
-    """Within it, cached functions that the files and classes of a model name have empty caches."""
+    """In this context, cached functions in the files and classes of a model have empty caches."""
     fresh: dict[int, Any] = {}
     with ExitStack() as stack:
         for put, cache in list(_caches(model)):
@@ -46,7 +46,7 @@ def own_caches(model: nn.Module) -> Iterator[None]:
 
 
 def _caches(model: nn.Module) -> Iterator[tuple[Callable[[Any], None], Any]]:
-    """The cached functions, each with a function that puts another in its place."""
+    """The cached functions of a model, each with a function that replaces it."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
     names = {kind.__module__ for kind in classes}
     own = {n for n in names if n.partition(".")[0] not in ("torch", "parcompiler", "builtins")}
@@ -66,12 +66,12 @@ def _caches(model: nn.Module) -> Iterator[tuple[Callable[[Any], None], Any]]:
 
 
 def _within(function: object, seen: set[int]) -> Iterator[tuple[Callable[[Any], None], Any]]:
-    """Those that a function keeps in variables around it, as one that a decorator makes does."""
+    """Cached functions in the closure of a function, as decorators make them."""
     if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a cell that is empty yet
+        with suppress(ValueError):  # a cell that is still empty
             inner = cell.cell_contents
             if isinstance(inner, _Cache):
                 yield partial(setattr, cell, "cell_contents"), inner
@@ -79,5 +79,5 @@ def _within(function: object, seen: set[int]) -> Iterator[tuple[Callable[[Any], 
 
 
 def _set(owner: Any, name: str, kind: Callable[[Any], Any] | None, function: Any) -> None:
-    """Give a file or a class another function of that name."""
+    """Replace the function `name` of a file or class."""
     setattr(owner, name, function if kind is None else kind(function))

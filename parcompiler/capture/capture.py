@@ -6,7 +6,7 @@ model + one micro-batch
 torch.export  ── fails ──► fx.symbolic_trace, then torch.export
     │  clean                       regions inlined, assertions and dead nodes dropped
     ▼
-Graph                              parameters, buffers, inputs, loss, who carries gradients
+Graph                              parameters, buffers, inputs, loss, nodes with gradients
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def capture(
 ) -> Graph:
     """Capture `model` on one micro-batch of one data rank; the model is not modified.
 
-    `inputs` is a dict of keyword arguments or a tuple of positional ones; values that are no
-    tensors become constants. The graph is a plain value: compile it for as many meshes as needed.
-    The parameters of a loss that is a module are trained too, under names that begin with "loss.";
-    `in_float32` casts the loss to that. `outputs` are names of outputs to keep beside the loss.
-    Raises CaptureError with the module path, the source line and advice; InputError for inputs
-    that the model's forward does not take, for sparse and nested tensors, for a lazy module before
-    its first forward, and for parameters that share memory without being one tensor.
+    `inputs` is a dict of keyword arguments or a tuple of positional ones; values other than tensors
+    become constants. The graph is a plain value: compile it for as many meshes as needed. The
+    parameters of a loss that is a module are trained too, under names that begin with "loss.";
+    `in_float32` casts the loss to float32. `outputs` are names of outputs to keep beside the loss.
+    Raises CaptureError with the module path, the source line and advice; InputError for inputs that
+    the model's forward does not take, for sparse and nested tensors, for a lazy module before its
+    first forward, and for parameters that share memory without being one tensor.
     """
     _check_shapes(model)
     _check_scripts(model)
@@ -89,7 +89,8 @@ def capture(
     hooks = hooks_of(original)
     captured = _graph_of(original, inputs, args, kwargs, known := Known())
     if known.has_read_fixed and any(map(_is_rewritten, captured.parameters)):
-        # What seemed to be a constant may be another in the next step: nothing is taken for one.
+        # A value taken for a constant may change in the next step: capture again without such
+        # constants.
         captured = _graph_of(original, inputs, args, kwargs, Known(reads_fixed=False))
     check_tables(captured)
 
@@ -103,7 +104,7 @@ def capture(
 def _graph_of(
     original: WithLoss, inputs: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known
 ) -> Graph:
-    """Export the model with its loss, clean up what comes out, and read it."""
+    """Export the model with its loss, clean up the graph, and read it."""
     changed: set[Attribute] = set()
     with ONE_THREAD:
         with drawing_with_torch_alone(type(original.model).__name__):
@@ -141,7 +142,7 @@ def _on_device_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments on the model's device: a meta model is captured on meta tensors.
 
-    Each is a tensor of its own: export would take one tensor in two places for one input.
+    Tensors are distinct: export would take one tensor in two places for one input.
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
@@ -171,7 +172,7 @@ def _check_shapes(model: nn.Module) -> None:
 
 
 def _check_scripts(model: nn.Module) -> None:
-    """Refuse modules that torch.jit has compiled: nothing in them can be divided."""
+    """Refuse modules compiled by torch.jit, which cannot be divided."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             message = (
@@ -182,8 +183,8 @@ def _check_scripts(model: nn.Module) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Refuse a parameter and another tensor in the same memory, which an optimizer would change
-    together: ranks have memory of their own. Strided views of one tensor may be apart."""
+    """Refuse a parameter that shares memory with another tensor: on ranks an update of one would
+    not change the other. Strided views of one tensor may be disjoint."""
     named = [*model.named_parameters(), *model.named_buffers()]
     found: list[tuple[int, int, str, torch.Tensor]] = []
     for name, tensor in named:
@@ -220,8 +221,8 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _check_inputs(inputs: Batch) -> None:
-    """Refuse arrays that are no tensors, tensors without strides, a micro-batch without rows (what
-    a step of it takes is not told by it), and two inputs with one key."""
+    """Refuse arrays that are no tensors, tensors without strides, a micro-batch without rows (a
+    step on it could not be costed), and two inputs with one key."""
     seen: set[str] = set()
     for key, leaf in flat(inputs):
         if key in seen:
@@ -251,9 +252,9 @@ def _export(
 ) -> torch.export.ExportedProgram:
     """Export the model with its loss; when that fails, in other ways (see `_attempts`).
 
-    What depends on the values of the batch is refused at once: `fx.symbolic_trace` would take the
-    branch that values of its own decide. Where the model does not even run, it is that which is
-    said. Adds the attributes that a forward has `changed`.
+    A model that depends on values of the batch is refused at once: `fx.symbolic_trace` would take
+    some branch. If the model does not run at all, the error says that. Adds the attributes that a
+    forward has `changed`.
     """
     copied = tried = failed = _copy_of(original)
     first: Exception | None = None
@@ -278,8 +279,8 @@ def _export(
                         in_float32=original.in_float32,
                         outputs=original.outputs,
                     )
-                    # What torch writes as Python on its way to a graph is compiled when it is
-                    # called: hardly any of it is, and that takes a third of the time of an export.
+                    # torch compiles intermediate Python code of graphs only when it is called:
+                    # hardly any is, and compiling it all takes a third of an export.
                     with _use_lazy_graph_module(True), suspended() as resumed:
                         whole.around = partial(watched, whole, resumed, changed)
                         with noticed() as lost, own_caches(original):
@@ -289,7 +290,7 @@ def _export(
                         with marked(), own_caches(original):
                             return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
-                if copies.used:  # perhaps because of that
+                if copies.used:  # perhaps because of the copies
                     continue
                 if first is None:
                     first, failed = error, tried
@@ -305,9 +306,9 @@ def _export(
 
 
 def _check_runs(original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a model that fails on its inputs when it is simply called.
+    """Refuse a model that fails on its inputs in eager mode.
 
-    What tensors without data cannot do says nothing about the model.
+    Errors that come from tensors without data do not count.
     """
     try:
         with untouched(original), warnings.catch_warnings():
@@ -329,8 +330,8 @@ def _attempts(
 ) -> Iterator[tuple[AbstractContextManager[None], Callable[[], WithLoss]]]:
     """The ways to export a model, each a patch of torch and the module to export under it.
 
-    As it is, with copies of equal layers, and if that fails without copies; as in eager mode, where
-    it leaves out steps when it is compiled; with its Python resolved by `fx.symbolic_trace`.
+    In turn: as it is, with copies of equal layers; without copies; as in eager mode, if the model
+    checks for being compiled; with its Python resolved by `fx.symbolic_trace`.
     """
 
     def resolved() -> WithLoss:
@@ -351,9 +352,8 @@ def _attempts(
 def _symbolically_traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphModule:
     """`model` with its Python resolved by `fx.symbolic_trace`; it is exported like any other.
 
-    Symbolic tracing ignores what a forward does besides returning values (assigning attributes,
-    appending to lists), which is what export usually refuses. Arguments that are no tensors become
-    constants; the submodules stay.
+    Symbolic tracing ignores side effects of a forward (assigning attributes, appending to lists),
+    which export usually refuses. Arguments other than tensors become constants; submodules stay.
     """
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
@@ -380,13 +380,13 @@ def _symbolically_traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphMo
 def _copy_of(model: WithLoss) -> WithLoss:
     """A copy of `model` with the same tensors, so that names and ties stay the model's.
 
-    A forward may assign attributes and exchange modules, and tracing would leave those of its
-    stand-ins in the model. A model that cannot be copied is returned as it is.
+    A forward may assign attributes and replace modules, and tracing would leave traced tensors in
+    the model. A model that cannot be copied is returned as it is.
     """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
     try:
         return copy.deepcopy(model, memo)
-    except Exception:  # whatever a user's attributes raise when they are copied
+    except Exception:  # copying a user's attributes may raise anything
         return model

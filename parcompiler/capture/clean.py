@@ -1,4 +1,4 @@
-"""Clean-ups of an exported graph: what real models leave in it that no rank should run.
+"""Clean-ups of an exported graph: removes what no rank should run.
 
 Regions under `torch.no_grad()` or `torch.autocast` come as submodules; their nodes are inlined
 and remember the context in `node.meta["contexts"]`. Assertions and dead nodes go.
@@ -42,7 +42,7 @@ def inline_regions(
     graph: fx.Graph, owner: torch.nn.Module, contexts: tuple[Context, ...] = ()
 ) -> None:
     """Replace each `wrap_with_*` region by its nodes. Raises CaptureError for other regions."""
-    for node in graph.nodes:  # export leaves users wrong beside the regions that it makes
+    for node in graph.nodes:  # export leaves wrong users beside its regions
         node.users.clear()
     for node in graph.nodes:
         for operand in node.all_input_nodes:
@@ -66,7 +66,7 @@ def inline_regions(
 
 
 def enter_lost_regions(graph: fx.Graph) -> None:
-    """Let nodes stand under the `no_grad` that the export has lost."""
+    """Put nodes under the `no_grad` that the export has lost."""
     for node in graph.nodes:
         if node.op == "call_function" and is_in_lost_region(node) and not is_unrecorded(node):
             node.meta["contexts"] = (*node.meta.get("contexts", ()), ("no_grad",))
@@ -82,7 +82,7 @@ def _region(
         context: Context | None = ("enable_grad",) if enabled else ("no_grad",)
     elif name == "wrap_with_autocast":
         device, dtype, enabled, _cache, body, *operands = node.args
-        # Regions that switch autocast off (rotary tables) change nothing unless it is on around.
+        # Switching autocast off (rotary tables) has an effect only within a region that has it on.
         is_on = any(around[:2] == ("autocast", device) for around in contexts)
         context = ("autocast", device, str(dtype).removeprefix("torch."), enabled)
         context = context if enabled or is_on else None
@@ -99,7 +99,7 @@ def _inline(
     operands: tuple[Any, ...],
     contexts: tuple[Context, ...],
 ) -> None:
-    """Copy the nodes of `body` in front of `node` and let its users use them."""
+    """Copy the nodes of `body` in front of `node` and redirect its users to them."""
     assert isinstance(body, fx.GraphModule)
     inline_regions(body.graph, body, contexts)
     values: dict[fx.Node, Any] = {}
@@ -131,7 +131,7 @@ def drop_objects(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-_TRANSFORMS = {  # by the first call that torch records of each
+_TRANSFORMS = {  # by the first call that torch records for each
     "_add_batch_dim": (
         "torch.vmap of dropout, of a custom Function or under no_grad cannot be divided: write "
         "the operation with a batch dimension"
@@ -143,8 +143,8 @@ _TRANSFORMS = {  # by the first call that torch records of each
 
 
 def refuse_transforms(graph: fx.Graph) -> None:
-    """Raise CaptureError for a function that `torch.func` transforms: its operators run within a
-    stack of torch's own, not in stages."""
+    """Raise CaptureError for a function transformed by `torch.func`: its operators need torch's
+    stack of transforms, which stages do not have."""
     for node in graph.nodes:
         if (name := getattr(node.target, "__name__", "")) in _TRANSFORMS:
             message = f"{_TRANSFORMS[name]}; {where(node)}"
@@ -160,7 +160,7 @@ def drop_assertions(graph: fx.Graph) -> None:
 
 
 def settle_sizes(graph: fx.Graph) -> None:
-    """Make numbers of the sizes that known values decide: an export keeps them as symbols."""
+    """Replace symbolic sizes that depend on known values by numbers."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor | list | tuple):
@@ -168,7 +168,7 @@ def settle_sizes(graph: fx.Graph) -> None:
 
 
 def _settled(tensor: FakeTensor) -> torch.Tensor:
-    """A tensor with numbers as its sizes, where these are known."""
+    """A tensor whose known symbolic sizes are numbers."""
     if tensor.layout is not torch.strided:
         return tensor
     sizes = [*tensor.shape, *tensor.stride()]
@@ -184,8 +184,8 @@ def _settled(tensor: FakeTensor) -> torch.Tensor:
 
 
 def make_gradients_whole(graph: fx.Graph) -> None:
-    """Give tables that are looked up with sparse=True gradients of all their rows, as everything
-    has that ranks add up; the lookups are marked."""
+    """Replace sparse=True by dense gradients in lookups of tables, as ranks sum dense gradients;
+    the lookups are marked."""
     for node in graph.nodes:
         named, looks_up = arguments_of(node), ("embedding", "embedding_bag", "_embedding_bag")
         if overload_name(node) in looks_up and named["sparse"]:
@@ -197,7 +197,7 @@ def make_gradients_whole(graph: fx.Graph) -> None:
 
 def drop_dead(graph: fx.Graph) -> None:
     """Erase what neither the result, nor an update of a placeholder in place, nor a random draw
-    depends on. Updates of other memory stay where what reads that memory after them does."""
+    depends on. Updates of other memory stay if a later reader of that memory does."""
     effects = Effects(graph)
     pending = [graph.output_node()]
     for root, writers in effects.writers.items():
@@ -219,7 +219,7 @@ def drop_no_operations(graph: fx.Graph) -> None:
 
     Models cast to float32 around norms and softmax whatever their own dtype; after `lift` most
     of these casts do nothing, and the emitted code reads better without them. Under `no_grad` only
-    what returns its operand itself goes: an alias is another tensor there, without its history.
+    a node that returns its operand itself is erased: an alias there is a tensor without history.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(
@@ -252,7 +252,7 @@ def where(node: fx.Node) -> str:
 def simplify(graph: Graph) -> Graph:
     """`graph` without casts to the dtype that a value has already; equal layers share constants.
 
-    It is made once, so that what is found out about it holds for every mesh.
+    Made once, so that results cached with it serve every mesh.
     """
 
     def simplified() -> Graph:
@@ -265,8 +265,8 @@ def simplify(graph: Graph) -> Graph:
 
 
 def _share(graph: Graph, copies: Mapping[fx.Node, fx.Node]) -> None:
-    """Let the copies of a constant that each of several equal layers makes in its place, and that
-    nothing writes to, be one node. Views of it stay with those who read them.
+    """Merge equal constants that several equal layers compute at the same place, and that nothing
+    writes to, into one node. Views stay with their readers.
 
     (Two constants of one layer that are equal at these sizes may differ at others.)
     """
@@ -292,4 +292,4 @@ def _share(graph: Graph, copies: Mapping[fx.Node, fx.Node]) -> None:
             copy.graph.erase_node(copy)
 
 
-_OUTSIDE = {"": ("", None)}  # the stack of modules of a node that has none
+_OUTSIDE = {"": ("", None)}  # the module stack of a node without one

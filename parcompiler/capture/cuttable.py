@@ -1,8 +1,8 @@
 """Rewrites after which a graph may be cut between any two nodes.
 
-What crosses a cut is a tensor, never a list, and the batch is the same for every stage. A value
-that was sent, gathered or computed in another way may lie in memory in another order than the
-captured one: operators that read memory rather than values are given the captured order.
+Only tensors cross a cut, never lists, and the batch is the same for every stage. A value that was
+sent, gathered or computed in another way may have another memory order than the captured one:
+operators that depend on memory layout are given the captured order.
 
 >>> graph = fx.Graph()
 >>> x = graph.placeholder("x")
@@ -25,7 +25,7 @@ from torch import fx
 from parcompiler.capture.effects import Effects, base_of, mutated_operands
 from parcompiler.capture.rewriting import inserted
 
-SMALL = 1 << 10  # elements of a buffer of which other stages get copies
+SMALL = 1 << 10  # elements of a buffer that is copied to other stages
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def make_cuttable(graph: fx.Graph, inputs: Collection[str], buffers: Collection[
 
 
 def _keep_items_together(graph: fx.Graph) -> None:
-    """Put each `getitem` behind what makes the list, so that no block returns a list."""
+    """Move each `getitem` behind the node that makes the list, so that no block returns a list."""
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -53,7 +53,7 @@ def _keep_items_together(graph: fx.Graph) -> None:
 
 
 def _free_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
-    """Let the model write to a copy where it would update a tensor of the batch in place."""
+    """Redirect updates of a tensor of the batch to a copy."""
     for root in [root for root in Effects(graph).writers if root.name in inputs]:
         first = next(node for node in graph.nodes if root in node.all_input_nodes)
         copy = inserted(first, aten.clone.default, root)
@@ -62,15 +62,15 @@ def _free_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
 
 
 def _copy_counters(graph: fx.Graph, buffers: Collection[str]) -> None:
-    """Let readers of a buffer that the forward updates read a copy of it.
+    """Redirect readers of a buffer that the forward updates to a copy.
 
-    Autograd keeps what they read until the backward, and forwards of later micro-batches come
-    before that. A small one (a count of steps) is copied where it was updated last, for all who
-    read it from there on: layers may lie on other stages than what counts.
+    Autograd saves it until the backward, and forwards of later micro-batches come before that. A
+    small one (a step counter) is copied after its last update, for all later readers: they may be
+    on other stages.
     """
     effects = Effects(graph)
     updated = {root for root in effects.writers if root.op == "placeholder"}
-    copies: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # of what each writer leaves
+    copies: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # by buffer and last writer
     for node in list(graph.nodes):
         if node.op != "call_function" or base_of(node) is not None or any(mutated_operands(node)):
             continue
@@ -90,8 +90,8 @@ def _copy_counters(graph: fx.Graph, buffers: Collection[str]) -> None:
 
 
 def _keep_memory(graph: fx.Graph) -> None:
-    """Put what `as_strided` reads into the order in memory that it has in the graph, where it
-    counts from the first element; which costs nothing where it is so already."""
+    """Put the operand of `as_strided` into its captured memory order, if the offset is counted from
+    its first element; free where it has that order already."""
     for node in list(graph.nodes):
         if node.target is aten.as_strided.default and isinstance(node.args[0], fx.Node):
             value = node.args[0].meta["val"]
@@ -114,7 +114,7 @@ def order_of(value: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _ordered(before: fx.Node, value: fx.Node, order: Sequence[int]) -> fx.Node:
-    """A value in an order in memory: of the dimensions by falling stride."""
+    """A value in a memory order: its dimensions by falling stride."""
     if list(order) == sorted(order):
         return inserted(before, aten.contiguous.default, value)
     back = [order.index(dim) for dim in range(len(order))]

@@ -1,7 +1,7 @@
 """Which products can leave the gradient of their weight for later.
 
-In a backward of two parts all of them do; in a whole one those that a collective of the tensor
-ranks follows, which then runs beside them.
+In a split backward all of them do; in a whole one those followed by a collective of the tensor
+ranks, which then runs beside them.
 
 >>> graph = fx.Graph()
 >>> x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -19,8 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
-# Where the weight and the bias stand among the arguments, and the dimension of the weight that the
-# result has too. The runtime has a function for each of these operators.
+# The positions of weight and bias among the arguments, and the dimension that the weight shares
+# with the result. The runtime has a function for each of these operators.
 PLACES: Mapping[object, tuple[int, int, int]] = {
     torch.ops.aten.linear.default: (1, 2, 0),
     torch.ops.aten.addmm.default: (2, 0, 1),
@@ -30,8 +30,8 @@ PLACES: Mapping[object, tuple[int, int, int]] = {
 def deferrable_weight(node: fx.Node, trainable: Collection[str]) -> fx.Node | None:
     """The matrix that a node multiplies by, if it is a parameter itself; `trainable` names those.
 
-    None under autocast, whose casts stand between the product and the parameter, and with a bias
-    that is spread over more than the rows.
+    None under autocast, which casts between parameter and product, and with a bias that is
+    broadcast over more than the rows.
     """
     places = PLACES.get(node.target)
     if places is None or node.kwargs or node.meta.get("contexts"):
@@ -50,8 +50,8 @@ def _argument(node: fx.Node, place: int) -> fx.Node | None:
 
 
 def overlapping(nodes: Sequence[fx.Node], trainable: Collection[str]) -> dict[fx.Node, fx.Node]:
-    """The products, with their weights, whose gradients of weights are computed beside the next
-    collective of a block's backward; those of weights that nothing else reads."""
+    """The products, with their weights, whose weight gradients are computed beside the next
+    collective of a block's backward; only weights with no other reader."""
     exchanges = (
         place
         for place, node in enumerate(nodes)

@@ -1,12 +1,12 @@
-"""Numbers that a forward draws from `random` or `numpy.random`, which a graph cannot draw anew.
+"""Numbers that a forward draws from `random` or `numpy.random`, which a graph cannot repeat.
 
-While a model is traced, single numbers between two bounds are no numbers. They have an answer for
-what is the same whatever is drawn, and are refused in every other use:
+While a model is traced, a single number drawn between two bounds is a `Draw`. It answers
+comparisons whose result is the same for all draws, and refuses every other use:
 
     if random.random() < self.layerdrop:    never, where no layer is to be dropped (0.0)
         continue
 
-What else is drawn from these modules is refused when the trace is done.
+Any other draw from these modules is refused after the trace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Draw:
         return self._below(other)
 
     def __le__(self, other: Any) -> bool:
-        """The same: no draw is exactly `other` (one of 2 ** 53 is)."""
+        """As `<`: no draw is taken to equal `other` (1 in 2 ** 53 does)."""
         return self._below(other)
 
     def __gt__(self, other: Any) -> bool:
@@ -51,7 +51,7 @@ class Draw:
         return not self._below(other)
 
     def __ge__(self, other: Any) -> bool:
-        """The same: no draw is exactly `other` (one of 2 ** 53 is)."""
+        """As `>`: no draw is taken to equal `other` (1 in 2 ** 53 does)."""
         return not self._below(other)
 
     def _below(self, other: Any) -> bool:
@@ -71,13 +71,13 @@ class Draw:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A function of torch that reads it, which is refused."""
+        """Refuse functions of torch."""
         leaves = pytree.tree_leaves((args, kwargs))
         return next(leaf for leaf in leaves if isinstance(leaf, Draw))._refuse()
 
 
 def _refusal(model: str, module: str) -> CaptureError:
-    """What is said of a forward that draws elsewhere than from torch."""
+    """The error for a forward that draws from `module` instead of torch."""
     message = (
         f"cannot capture {model}: its forward draws from {module}, and every step would have the "
         "number of the first: draw with torch (torch.rand), as each micro-batch then does anew"
@@ -87,7 +87,7 @@ def _refusal(model: str, module: str) -> CaptureError:
 
 @contextmanager
 def draws_unknown(model: str) -> Iterator[None]:
-    """Within it, single numbers that are drawn between two bounds have no value."""
+    """In this context, single numbers drawn between two bounds are `Draw`s."""
 
     def drawing(module: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*bounds: Any, **options: Any) -> Any:
@@ -112,8 +112,8 @@ _SINGLE = {"random": ("random", "uniform"), "numpy.random": ("random", "rand", "
 
 @contextmanager
 def drawing_with_torch_alone(model: str) -> Iterator[None]:
-    """Refuse a forward that draws from `random` or `numpy.random`: what it drew when it was
-    captured would be a constant of every step."""
+    """Refuse a forward that draws from `random` or `numpy.random`: a number drawn at capture would
+    be a constant of every step."""
 
     def states() -> dict[str, Any]:
         numpy = sys.modules.get("numpy")

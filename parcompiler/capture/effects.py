@@ -1,8 +1,8 @@
-"""What the operators of a graph do besides returning a value: views, updates in place, chance.
+"""Side effects of the operators of a graph: views, updates in place, random draws.
 
 Autograd sees views and in-place updates by itself as long as they run in order in one process.
-Where the graph is cut they matter: a view shares memory with its base, and a value that is
-updated in place is another value afterwards.
+Where the graph is cut they matter: a view shares memory with its base, and an update in place makes
+another value.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _number(value: object) -> float:
-    """A probability as a float; anything else is taken as chance."""
+    """A probability as a float; 1 if it is not a number."""
     return float(value) if isinstance(value, int | float) else 1.0
 
 
@@ -92,7 +92,7 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             values = value if isinstance(value, list | tuple) else [value]
             yield from (item for item in values if isinstance(item, fx.Node))
-    # Running statistics are updated without the schema saying so.
+    # The schema does not declare updates of running statistics.
     if target._opname in _TRAINING_NORMS and (
         arguments.get("training") or arguments.get("use_input_stats")
     ):
@@ -101,7 +101,7 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_statement(node: fx.Node) -> bool:
-    """Is the node there for its effect alone, such as an in-place update that nobody reads?
+    """Whether a node matters only for its effect, such as an in-place update that nothing reads.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -116,7 +116,7 @@ def is_statement(node: fx.Node) -> bool:
 
 @lru_cache(maxsize=1024)
 def _may_write(target: torch._ops.OpOverload) -> bool:
-    """Whether there are nodes of an operator that update one of their operands."""
+    """Whether an operator can update one of its operands."""
     infos = [argument.alias_info for argument in target._schema.arguments]
     written = any(info is not None and info.is_write for info in infos)
     return written or target._opname in _TRAINING_NORMS
@@ -130,7 +130,7 @@ def _may_share(target: torch._ops.OpOverload) -> bool:
 
 
 def outside(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that `nodes` read and that are none of them, by first use."""
+    """The nodes that `nodes` read and that are not among them, by first use."""
     inside = set(nodes)
     read = (operand for node in nodes for operand in node.all_input_nodes)
     return (node for node in dict.fromkeys(read) if node not in inside)
@@ -141,7 +141,7 @@ def base_of(node: fx.Node) -> fx.Node | None:
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
-    # Functions and conversions may return what they got.
+    # Functions and conversions may return their operand itself.
     shares = isinstance(target, Applied) or getattr(target, "shares", False)
     if shares or (isinstance(target, torch._ops.OpOverload) and _may_share(target)):
         return next(iter(node.all_input_nodes), None)
@@ -149,7 +149,7 @@ def base_of(node: fx.Node) -> fx.Node | None:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The node whose value a view shows; the node itself where it is none, or may be a copy.
+    """The node whose value a view shows; the node itself if it is no view, or may be a copy.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -173,10 +173,11 @@ def saves_early(nodes: Sequence[fx.Node]) -> bool:
 
 
 def is_repeatable(nodes: Sequence[fx.Node]) -> bool:
-    """Whether nodes may run twice: all that they update in place was made by one of them.
+    """Whether nodes may run twice: they update in place only memory that they make themselves.
 
     A block whose activations are recomputed runs twice for each micro-batch. Running statistics,
-    say, would then be updated twice. And torch ends the second run as soon as all is saved.
+    say, would then be updated twice. Also, torch ends the second run as soon as all saved tensors
+    are there.
 
     >>> graph = fx.Graph()
     >>> count, x = graph.placeholder("count"), graph.placeholder("x")
@@ -203,7 +204,7 @@ def effects_of(graph: Graph) -> Effects:
 
 
 class Effects:
-    """Views and updates of a whole graph: which nodes share memory, and who writes it when."""
+    """Views and updates of a whole graph: which nodes share memory, and which write it."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: index for index, node in enumerate(graph.nodes)}
@@ -221,7 +222,7 @@ class Effects:
         return [node for node, other in self._root.items() if other is root]
 
     def is_before(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether a node stands before another."""
+        """Whether a node comes before another."""
         return self._position[one] < self._position[other]
 
     @cached_property
@@ -234,12 +235,12 @@ class Effects:
         return writers
 
     def is_settled(self, node: fx.Node) -> bool:
-        """Whether nothing updates the memory that a node's value lies in from there on."""
+        """Whether nothing updates the memory of a node's value after it."""
         writers = self.writers.get(self.root(node), ())
         return all(self._position[writer] < self._position[node] for writer in writers)
 
     def early_readers(self, roots: Collection[fx.Node]) -> set[fx.Node]:
-        """Who reads the memory of `roots`, or a view of it, before it is written the last time."""
+        """Readers of the memory of `roots`, or of a view of it, before its last update."""
         ends = {
             root: max(self._position[writer] for writer in writers)
             for root, writers in self.writers.items()
@@ -254,7 +255,7 @@ class Effects:
         }
 
     def earlier_writers(self, operand: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
-        """Who has updated the memory of an operand before `node` reads it."""
+        """The nodes that update the memory of an operand before `node` reads it."""
         for writer in self.writers.get(self.root(operand), ()):
             if self._position[writer] < self._position[node]:
                 yield writer

@@ -51,13 +51,14 @@ class Applied:
 
     @property
     def __name__(self) -> str:
-        """What torch.fx calls the node."""
+        """The name that torch.fx gives the node."""
         return self.name.rpartition(".")[2]
 
 
 @dataclass
 class _Application:
-    """One application while it is traced; `None` stands for the tensors among the arguments."""
+    """One application while it is traced; in `template` None stands for each tensor among the
+    arguments."""
 
     kind: type[torch.autograd.Function]
     forward: Callable[..., Any]
@@ -74,7 +75,8 @@ class _Application:
         return arguments
 
     def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Apply the Function to tensors, noting the form of its result and whether it draws."""
+        """Apply the Function to tensors; notes whether the result is single and whether it is
+        random."""
         with patched(self.kind, forward=staticmethod(self.forward)), _SeesDraws() as seen:
             result = self.kind.apply(*self.arguments(operands))
         self.random = seen.random
@@ -87,7 +89,7 @@ class _Application:
 
 
 class _SeesDraws(TorchDispatchMode):
-    """Sees whether random numbers are drawn."""
+    """Detects whether random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,11 +117,11 @@ torch.library.register_fake("parcompiler::function", _run, lib=_library)
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """While a model is traced: what applies a Function that is not torch's own is one node.
+    """Context of a trace: an application of a Function that is not torch's own becomes one node.
 
     Their forwards are replaced, not `apply`, which a module may have bound to a name
-    (`clip = Clip.apply`), and which is torch's C code from torch 2.14 on. Those of Functions that
-    are defined meanwhile, in a forward or a module that it imports, are replaced too.
+    (`clip = Clip.apply`), and which is torch's C code from torch 2.14 on. Functions that are
+    defined meanwhile, in a forward or a module that it imports, are included.
     """
     base = torch.autograd.Function
     forwards = {kind: kind.forward for kind in _kinds(base)}
@@ -142,7 +144,7 @@ def recorded() -> Iterator[None]:
 def _recording(
     kind: type[torch.autograd.Function], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What `kind.forward` is while a model is traced; torch reads defaults from its signature."""
+    """The replacement of `kind.forward` during a trace; torch reads defaults from its signature."""
 
     @functools.wraps(forward)
     def record(*given: Any) -> Any:
@@ -152,21 +154,21 @@ def _recording(
 
 
 def _kinds(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
-    """All Functions there are."""
+    """All subclasses of Function."""
     for kind in base.__subclasses__():
         yield kind
         yield from _kinds(kind)
 
 
 def _recorded(kind: type[torch.autograd.Function], forward: Callable[..., Any], *given: Any) -> Any:
-    """Record an application, in the place of a forward that is called like this."""
+    """Record an application, in place of the forward."""
     if kind is CheckpointFunction:
         message = (
             "checkpoint(use_reentrant=True) runs the forward without gradients, and none would "
             "come back: say use_reentrant=False, or leave it to compile(recompute=)"
         )
         raise CaptureError(message)
-    apart = _is_setup_context_defined(kind.setup_context)  # then the forward has no context
+    apart = _is_setup_context_defined(kind.setup_context)  # then forward takes no ctx
     arguments = given if apart else given[1:]
     operands = [item for item in arguments if isinstance(item, torch.Tensor)]
     if not operands:
@@ -207,8 +209,8 @@ def _is_plain(item: object) -> bool:
 
 
 def call_functions(graph: fx.Graph) -> None:
-    """Let the nodes that stand for applications call the Functions; those of a single result have
-    no `getitem` any more."""
+    """Make the nodes that stand for applications call the Functions, without `getitem` for a single
+    result."""
     for node in list(graph.nodes):
         if node.target is torch.ops.parcompiler.function.default:
             _replace(graph, node)

@@ -1,4 +1,4 @@
-"""Regions without gradients that torch.export loses, and what their nodes are marked with.
+"""Regions without gradients that torch.export loses, and marks on the nodes made in them.
 
     with torch.autocast("cpu"):
         with torch.no_grad():        lost: the graph has a region of autocast alone
@@ -41,7 +41,7 @@ _DECORATOR = os.path.join(_TORCH, "utils", "_contextlib.py")
 
 @contextmanager
 def noticed() -> Iterator[list[type]]:
-    """Within it, the regions are listed that an export loses, as they are entered."""
+    """In this context, the list collects regions that an export loses, as they are entered."""
     lost: list[type] = []
     casting = 0  # regions of autocast around, whether they switch it on or off
 
@@ -76,7 +76,7 @@ def noticed() -> Iterator[list[type]]:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Within it, nodes are marked with the modes around them, the innermost last."""
+    """In this context, nodes are marked with the modes around them, the innermost last."""
 
     def entering(kind: type, enter: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(enter)
@@ -108,7 +108,7 @@ def marked() -> Iterator[None]:
 
 
 def is_in_lost_region(node: fx.Node) -> bool:
-    """Whether a node was made in a region that the export has lost: all do not record gradients."""
+    """Whether a node was made in a region that the export has lost, and so without gradients."""
     modes = [*(node.meta.get("custom") or {}).get(MARK, ())]
     while modes and modes[-1] == "autocast":
         modes.pop()

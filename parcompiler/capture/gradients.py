@@ -1,7 +1,8 @@
-"""Who carries gradients: what is floating, depends on a trainable parameter, and leads to the loss.
+"""Nodes that carry gradients: floating, dependent on a trainable parameter, and leading to the
+loss.
 
 weight ─► y ─► loss          weight and y carry gradients
-          └─► detach ─► z    z is on no differentiable way to the loss: autograd never comes to
+          └─► detach ─► z    no differentiable path leads from z to the loss: autograd skips
 other ─► z                   it, and `other` has no gradient, not even one of zeros
 """
 
@@ -30,7 +31,7 @@ def differentiable(graph: fx.Graph, trainable: Collection[str], loss: fx.Node) -
     effects = Effects(graph)
     recorded = requiring(graph, trainable, effects)
     carrying = {loss} if loss.name in recorded else set()
-    for node in reversed(graph.nodes):  # those whose gradient autograd asks for, from the loss on
+    for node in reversed(graph.nodes):  # nodes that autograd reaches, from the loss on
         if node in carrying:
             for source in _sources(node):
                 ways = source, *effects.earlier_writers(source, node)
@@ -48,8 +49,8 @@ def requiring(
             continue
         if any(operand.name in recorded for operand in _sources(node)):
             recorded.add(node.name)
-            # An update in place makes its target carry the gradient too, with what that is a view
-            # of and the other views: `y = zeros(...)`, `y[0] = x` and `y` again.
+            # After an update in place its target carries the gradient too, as do its base and other
+            # views: `y = zeros(...)`, `y[0] = x` and `y` again.
             updated = () if is_unrecorded(node) else mutated_operands(node)
             for root in {effects.root(operand) for operand in updated}:
                 recorded.update(
@@ -64,15 +65,15 @@ def requiring(
 
 
 def recorded_in(graph: Graph) -> frozenset[str]:
-    """Names of the nodes of a model that autograd keeps a history of, also where it leads nowhere:
-    behind what carries gradients."""
+    """Names of the nodes of a model that autograd keeps a history of, also if it does not lead to
+    the loss."""
     return graph.once("requiring", lambda: requiring(graph.fx_graph, graph.differentiable))
 
 
 def _sources(node: fx.Node) -> Iterable[fx.Node]:
-    """The operands that a gradient of a node goes on to."""
+    """The operands that a node's gradient flows to."""
     if is_unrecorded(node):
-        # What is updated in place there is the tensor that it was, and is used as such.
+        # A tensor updated in place there keeps its history, and is used with it.
         own = returned(node)
         return mutated_operands(node) if own is None else (own,)
     if overload_name(node) in _LIKE_ANOTHER:
@@ -87,10 +88,10 @@ def is_unrecorded(node: fx.Node) -> bool:
 
 
 def returned(node: fx.Node) -> fx.Node | None:
-    """The operand that an operator returns itself, as `to` does with the dtype that it has already.
+    """The operand that an operator returns as it is, such as `to` without a change of dtype.
 
-    Such a result keeps its history under `no_grad`, where that of any other operator, also of a
-    view, has none. The operator is asked, on tensors without data.
+    Such a result keeps its history under `no_grad`; the result of any other operator, a view
+    included, has none there. Found by running the operator on tensors without data.
     """
     value, tensors = node.meta.get("val"), dict[fx.Node, torch.Tensor]()
     if not (isinstance(node.target, torch._ops.OpOverload) and isinstance(value, torch.Tensor)):

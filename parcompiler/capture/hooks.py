@@ -1,8 +1,8 @@
-"""Hooks on gradients: those of parameters that are arithmetic of elements are carried over.
+"""Hooks on gradients: elementwise hooks of parameters are carried over.
 
 A parameter's hook runs once a step on the ranks, on the gradient of the mean loss of the whole
-batch, as it would in one process that goes back from that loss once. It must be a function of each
-element alone, so that pieces of the gradient may be changed by the ranks that hold them:
+batch, as it would in one process with one backward from that loss. It must be elementwise, so that
+ranks can apply it to their pieces of the gradient:
 
 >>> model = nn.Linear(2, 2)
 >>> _ = model.weight.register_hook(lambda gradient: gradient.clamp(-1, 1) * 2)
@@ -10,7 +10,7 @@ element alone, so that pieces of the gradient may be changed by the ranks that h
 >>> [str(node.target) for node in hook.graph.nodes if node.op == "call_function"]
 ['aten.clamp.default', 'aten.mul.Tensor']
 
-All others are refused by name. Hooks on forwards are part of the graph: what they do is traced.
+All others are refused by name. Hooks on forwards are traced and become part of the graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OF_ELEMENTS = frozenset("alias detach zeros_like ones_like full_like scalar_ten
 
 
 def hooks_of(whole: WithLoss) -> dict[str, Hook]:
-    """What is done to the gradients of parameters, by their names.
+    """The hooks on gradients of parameters, by name.
 
     Raises CaptureError that names the parameter or module, and the hook with its place, for hooks
     of other kinds.
@@ -95,7 +95,7 @@ def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], .
 
 
 def _unfit(graph: fx.Graph, like: torch.Tensor) -> str:
-    """Why a graph is no function of each element of a tensor alone; nothing if it is one."""
+    """Why a graph is not an elementwise function; "" if it is one."""
     for node in graph.nodes:
         if node.op == "get_attr":
             return "it reads a tensor besides the gradient"
@@ -124,7 +124,7 @@ def _refuse(owner: str, hooks: Mapping[int, Any] | None, kind: str) -> None:
 
 
 def place(hook: Any, *, short: bool = False) -> str:
-    """What a function is called, and where it stands; `short`: without the folder of the file."""
+    """A function's name, file and line; `short`: without the folder of the file."""
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     code = getattr(hook, "__code__", None)
     if code is None:
@@ -134,7 +134,7 @@ def place(hook: Any, *, short: bool = False) -> str:
 
 
 def without_hooks() -> AbstractContextManager[None]:
-    """Within it, a forward that registers a hook on a tensor raises CaptureError."""
+    """In this context, a forward that registers a hook on a tensor raises CaptureError."""
 
     def refusing(name: str) -> Any:
         def register(self: torch.Tensor, hook: Any) -> None:

@@ -51,7 +51,7 @@ def _key(step: object) -> str:
 def with_tensors(
     inputs: Batch, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that `inputs` stands for, with other tensors at the same keys."""
+    """The arguments of `inputs`, with `tensors` in place of those at the same keys."""
     args, kwargs = arguments(inputs)
     pairs = flat(inputs)
     _, spec = pytree.tree_flatten(kwargs if kwargs else args)

@@ -4,16 +4,16 @@ A traced tensor has no values, so `if tensor:` cannot be followed in general. So
 
     if mask.any():                 the tensor was computed from constants alone, so its value is
                                    the same for every batch
-    x.split(sizes.tolist())        the same of lists and numbers, and of the size of a result that
-                                   values decide (`nonzero`, `repeat_interleave`)
+    x.split(sizes.tolist())        likewise lists and numbers, and sizes of results that
+                                   depend on values (`nonzero`, `repeat_interleave`)
     if torch.rand([]) < 0.0:       no draw is below zero (layers dropped with no probability)
     if x.isinf().any():            values are taken to be finite
     assert (ids >= 0).all()        an assertion is taken to hold, and a check that would only raise
-    if labels.max() >= n: raise    or warn is taken not to strike
+    if labels.max() >= n: raise    or warn is taken not to do so
 
-Everything else goes on to `torch.export`, which refuses what depends on the batch.
+Everything else is left to `torch.export`, which refuses questions that depend on the batch.
 
-That a truth value only decides whether to raise or warn is recognised from the frame that asks.
+That a truth value only decides whether to raise or warn is recognised from the caller's frame.
 
 >>> statement = ast.parse("if not ok.all(): raise ValueError").body[0]
 >>> isinstance(statement, ast.If) and _harmless(statement.body)
@@ -65,11 +65,11 @@ _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
 
 
 class Known(ModelMode):
-    """Follows the values of tensors that are computed from constants, beside the traced ones.
+    """Follows the values of tensors that are computed from constants, beside the traced tensors.
 
-    Of the tensors that a model has, those of integers that no state dict has (attributes, buffers
-    that are not persistent) are constants if no forward writes them, which the graph shows when
-    there is one: `has_read_fixed` says whether it matters, `reads_fixed=False` follows none.
+    A model's integer tensors outside of state dicts (attributes, non-persistent buffers) are
+    constants if no forward writes to them, which only the finished graph tells: `has_read_fixed`
+    says whether they were used, and with `reads_fixed=False` none are.
     """
 
     def __init__(self, *, reads_fixed: bool = True) -> None:
@@ -84,8 +84,8 @@ class Known(ModelMode):
         self._homes: dict[int, tuple[dict[str, Any], str]] = {}
 
     def traces(self, model: nn.Module) -> None:
-        """Say which model is traced: its tensors have stand-ins, which serve the code too that has
-        kept the model itself (`forward` as a function that closes over it)."""
+        """Set the model that is traced: its tensors have stand-ins, which are also used by code
+        that refers to the original model (a `forward` that closes over it)."""
         self._homes = {
             id(tensor): (home, name)
             for module in model.modules()
@@ -106,14 +106,14 @@ class Known(ModelMode):
         self._reads_fixed = self._may_read_fixed
 
     def _stand_in(self, value: Any) -> Any:
-        """What stands for a tensor of the model, alone or in a list, while that is traced."""
+        """The stand-in of a tensor of the model, alone or in a list, during the trace."""
         if type(value) in (list, tuple):
             return type(value)(map(self._stand_in, value))
         home, name = self._homes.get(id(value), (None, ""))
         return value if home is None else home.get(name, value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a question when the answer is known; else run `func` and follow its result."""
+        """Answer a question if the answer is known; else run `func` and follow its result."""
         kwargs = {name: self._stand_in(value) for name, value in (kwargs or {}).items()}
         args = tuple(map(self._stand_in, args))
         if func in _QUESTIONS:
@@ -140,7 +140,7 @@ class Known(ModelMode):
 
     def _with_numbers(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a function with numbers in place of known tensors, where these are sizes
-        or bounds: a trace would have a size without a value for each."""
+        or bounds: a trace would make an unknown size of each."""
 
         def number(size: Any) -> Any:
             value = self._value(size)
@@ -179,7 +179,7 @@ class Known(ModelMode):
             return (made[0].tolist(),), {**kwargs, "dtype": made[0].dtype}
 
     def _assume(self, name: str, args: Any, result: Any) -> bool:
-        """Take values to be finite, and draws not to be negative."""
+        """Assume that values are finite, and draws are not negative."""
         if name == "rand":
             self._draws[id(result)] = result
             return True
@@ -210,7 +210,7 @@ class Known(ModelMode):
         return value
 
     def _fixed(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor of integers that the model has here, if no state dict has it."""
+        """The model's integer tensor for this traced one, if no state dict has it."""
         if not self._reads_fixed:
             return None
         if is_functorch_wrapped_tensor(tensor):
@@ -223,12 +223,12 @@ class Known(ModelMode):
         """The result of a call, whose values are computed when those of all operands are known."""
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
-        if isinstance(func, torch._ops.OpOverload):  # torch's own, in the midst of a trace
+        if isinstance(func, torch._ops.OpOverload):  # called by torch within a trace
             if func._schema.is_mutable:
                 self._spoil(first)
             return result
         if isinstance(first, torch.Tensor) and name not in _LIKE and self._value(first) is None:
-            return result  # so it is nearly always
+            return result  # the usual case
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         known = all(self._value(operand) is not None for operand in operands)
         starts = name in _FACTORIES if not operands else name in _LIKE
@@ -244,20 +244,20 @@ class Known(ModelMode):
         for made, value in zip(leaves, values, strict=True):
             if not isinstance(made, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
-            # A sparse one has no storage that may be spoiled.
+            # A sparse tensor has no storage to track.
             if value.layout == torch.strided and value.numel() <= LARGEST:
                 self._values[id(made)] = made, value
         return pytree.tree_unflatten(leaves, spec)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, name: str) -> list[Any]:
-        """The result on values; nothing for what draws random numbers or cannot run."""
+        """The result on values; empty for random operators and for those that cannot run."""
 
         def on_values(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return torch.device("cpu")
             if isinstance(leaf, torch.Tensor):
                 value = self._value(leaf)
-                # What only gives its shape and dtype has no values.
+                # An operand that only gives shape and dtype has no values.
                 empty = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="cpu")
                 return empty if value is None else value
             return leaf
@@ -267,7 +267,7 @@ class Known(ModelMode):
             try:
                 values = pytree.tree_leaves(func(*pytree.tree_map(on_values, args),
                                                  **pytree.tree_map(on_values, kwargs)))  # fmt: skip
-            except Exception:  # whatever an operator raises without the context it was called in
+            except Exception:  # an operator may raise anything out of its context
                 values = []
             if not torch.equal(before, torch.get_rng_state()):
                 torch.set_rng_state(before)
@@ -277,7 +277,7 @@ class Known(ModelMode):
         return values
 
     def _spoil(self, tensor: object) -> None:
-        """Forget the values in the memory that a tensor shares: something unknown is written."""
+        """Forget the values in the memory of a tensor: something unknown is written to it."""
         value = self._value(tensor)
         if value is not None:
             self._spoiled.add(value.untyped_storage().data_ptr())
@@ -296,19 +296,19 @@ def _is_of_integers(tensor: torch.Tensor | None) -> bool:
 
 
 def _may_be_small(result: object) -> bool:
-    """Whether a result is no tensor of a size that is known to be large."""
+    """Whether a result is not a tensor known to be large."""
     if not isinstance(result, torch.Tensor) or _without_numbers(result):
         return True
     return result.numel() <= LARGEST
 
 
 def _without_numbers(tensor: torch.Tensor) -> bool:
-    """Whether values decide the size of a traced tensor (`nonzero`), so that it has none yet."""
+    """Whether the size of a traced tensor depends on values (`nonzero`), and is not known yet."""
     return any(type(size) is not int for size in tensor.shape)
 
 
 def _sized(made: Any, value: Any) -> Any:
-    """A traced result, with sizes that are numbers where it has none yet and its values do."""
+    """A traced result, with unknown sizes set to those of its values."""
     if not isinstance(made, torch.Tensor) or not _without_numbers(made):
         return made
     for size, number in zip(made.shape, value.shape, strict=True):
@@ -317,8 +317,8 @@ def _sized(made: Any, value: Any) -> Any:
 
 
 def _check_registered(func: Any, args: Any, result: Any) -> None:
-    """Refuse to compute with a parameter that no module registered: torch.export would take it for
-    a constant. (Those that are registered are not themselves while they are traced.)"""
+    """Refuse a parameter that no module registered: torch.export would take it for a constant.
+    (Registered ones are replaced by traced tensors.)"""
     read = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
     foreign = [p for p in read if type(p) is nn.Parameter and p.requires_grad]
     if not foreign or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
@@ -347,14 +347,14 @@ _NOT_IN_PLACE = frozenset(("__int__", "__invert__", "__index__", "__iter__"))
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Within it, operators run on values and are not traced."""
+    """In this context, operators run on values and are not traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 
 Position = tuple[int, int]  # line and column
 
-_TALK = ("warn", "log", "print")  # what a body that only tells the user something calls
+_TALK = ("warn", "log", "print")  # calls that only inform the user
 
 
 def assumed() -> bool | None:
@@ -363,7 +363,7 @@ def assumed() -> bool | None:
     `assert x`, and `if x:` where the branch does nothing but raise or warn.
     """
     frame: FrameType | None = sys._getframe(1)
-    # Below the modes that pass the question on.
+    # Skip the frames of modes that pass the question on.
     while frame is not None and (
         frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename == __file__
     ):
@@ -379,7 +379,7 @@ def assumed() -> bool | None:
 
 @lru_cache(maxsize=64)
 def _tree(file: str) -> ast.Module:
-    """The syntax of a source file; of none where it cannot be read."""
+    """The syntax tree of a source file; empty if it cannot be parsed."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -388,14 +388,14 @@ def _tree(file: str) -> ast.Module:
 
 @lru_cache(maxsize=1024)
 def _wanted(file: str, start: Position, end: Position) -> bool | None:
-    """The truth value of the expression between two positions that lets execution go on."""
+    """The truth value of the expression between two positions with which execution continues."""
     for node in ast.walk(_tree(file)):
         goal = _goal(node)
         if goal is None:
             continue
         assert isinstance(node, ast.Assert | ast.If)
         parts = list(_logic(node.test))
-        if _extent(node) == (start, end):  # the interpreter asks on behalf of the statement
+        if _extent(node) == (start, end):  # the interpreter evaluates the statement's test
             signs = {sign for part, sign in parts if not isinstance(part, ast.BoolOp | ast.UnaryOp)}
             return goal == signs.pop() if len(signs) == 1 else None
         for part, sign in parts:
@@ -405,7 +405,7 @@ def _wanted(file: str, start: Position, end: Position) -> bool | None:
 
 
 def _goal(node: ast.AST) -> bool | None:
-    """The outcome of a test that lets execution go on; None when either may."""
+    """The outcome of a test with which execution continues; None if both may."""
     if isinstance(node, ast.Assert):
         return True
     if isinstance(node, ast.If) and _harmless(node.body):
@@ -416,8 +416,8 @@ def _goal(node: ast.AST) -> bool | None:
 
 
 def _logic(test: ast.expr, sign: bool = True) -> Iterator[tuple[ast.expr, bool]]:
-    """A test and what its `not`, `and` and `or` combine, each with whether it counts as it is (or
-    negated)."""
+    """A test and the operands of its `not`, `and` and `or`, each with its sign: False if
+    negated."""
     inner: list[ast.expr] = test.values if isinstance(test, ast.BoolOp) else []
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner, sign = [test.operand], not sign
@@ -427,12 +427,12 @@ def _logic(test: ast.expr, sign: bool = True) -> Iterator[tuple[ast.expr, bool]]
 
 
 def _extent(node: ast.stmt | ast.expr) -> tuple[Position, tuple[int | None, int | None]]:
-    """Where a node begins and ends in its source."""
+    """Start and end of a node in its source."""
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
 def _harmless(body: list[ast.stmt]) -> bool:
-    """Whether statements do nothing but raise, or tell the user something."""
+    """Whether statements only raise, or inform the user."""
     if any(isinstance(statement, ast.Raise) for statement in body[-1:]):
         return True
     values = [s.value if isinstance(s, ast.Expr) else None for s in body]

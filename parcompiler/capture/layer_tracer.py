@@ -1,6 +1,6 @@
 """torch.export's tracer at a call of a layer: reads the nodes of the call, and copies them.
 
-This is no public interface of torch. Where torch has changed it, `current_tracer` is None, and
+These are private interfaces of torch. If they have changed, `current_tracer` returns None, and
 layers are traced one by one.
 """
 
@@ -46,12 +46,12 @@ class LayerCall:
 
 @dataclass
 class LayerTrace:
-    """What one call of a layer was traced to.
+    """The trace of one call of a layer.
 
-    `names` says what each node and operand is, `inner` the modules around each node within the
-    layer. `leaves` and `spec` are the result, with sources for its tensors; `made` are those of
-    its tensors that nodes yield. `calls` counts the calls of each module inside. Traces of equal
-    `signature` have equal nodes; `confirmed`: a second layer had them too.
+    `names` has the source of each node and operand, `inner` the modules around each node within the
+    layer. `leaves` and `spec` are the result, with sources for its tensors; `made` are the tensors
+    in it that nodes yield. `calls` counts the calls of each module inside. Traces of equal
+    `signature` have equal nodes; `confirmed`: a second layer had the same.
     """
 
     graph: fx.Graph
@@ -70,13 +70,13 @@ class LayerTrace:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Within it, calls on tensors are neither traced nor seen by function modes."""
+    """In this context, calls on tensors are neither traced nor seen by function modes."""
     with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
         yield
 
 
 def form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that an operator may depend on besides values."""
+    """The properties of a tensor, besides its values, that an operator may depend on."""
     strided = tensor.layout == torch.strided
     place = (tensor.stride(), tensor.storage_offset()) if strided else ()
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg()
@@ -85,7 +85,7 @@ def form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def current_tracer(layer: nn.Module) -> LayerTracer | None:
-    """The tracer that calls `layer` for the first time; None where there is no such tracer."""
+    """The tracer, if it is calling `layer` for the first time; else None."""
     tracer = getattr(proxy_tensor.get_proxy_mode(), "tracer", None)
     stack = getattr(tracer, "module_stack", None)
     if not stack or not hasattr(tracer, "num_calls") or not hasattr(tracer, "graph"):
@@ -131,7 +131,7 @@ class LayerTracer:
         """The call with these arguments, of a layer with this description.
 
         None where a forward may change an argument, or where two tensors have one node. A tensor
-        whose values are known equals itself alone.
+        with known values is equal only to itself.
         """
         tensors: list[torch.Tensor] = []
 
@@ -185,7 +185,7 @@ class LayerTracer:
                     for key, (path, kind) in stack[len(self.stack) :]
                 )
             )
-            # By its text: floats are told apart to the last bit, and nodes have names.
+            # Compare texts: they tell floats apart to the last bit, and nodes have names.
             arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
             forms = pytree.tree_map_only(torch.Tensor, form, node.meta.get("val"))
             text = repr((node.target, arguments)), node.meta.get("stack_trace")
@@ -221,7 +221,7 @@ class LayerTracer:
         )  # fmt: skip
 
     def copy(self, trace: LayerTrace, call: LayerCall) -> Any:
-        """Copy the nodes of an equal layer; the result of this one."""
+        """Copy the nodes of an equal layer. Returns the result of this call."""
         outer = {key: (path, _class_name(kind)) for key, (path, kind) in self.stack.items()}
         nodes = dict(call.nodes)
         for number, (node, inner) in enumerate(zip(trace.nodes, trace.inner, strict=True)):
@@ -254,7 +254,7 @@ class LayerTracer:
         return None if slot is None else slot.proxy.node
 
     def _has_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether the tracer knows the values of a tensor, or does not know the tensor."""
+        """Whether a tensor is a constant of the trace, or is not traced."""
         slot: Any = proxy_tensor.get_proxy_slot(tensor, self.tracer, None)
         if slot is None or slot.constant is not None or not isinstance(tensor, FakeTensor):
             return True
@@ -268,7 +268,7 @@ def _is_copyable(node: fx.Node, names: Mapping[fx.Node, Source]) -> bool:
     if isinstance(target, torch._ops.OpOverload) and (
         torch.Tag.inplace_view in target.tags or target._opname in ("set_", "resize_")
     ):
-        return False  # it changes the shape or the memory of its operand
+        return False  # changes the shape or memory of its operand
     return (
         node.op == "call_function"
         and not isinstance(target, torch._ops.HigherOrderOperator)
@@ -283,7 +283,7 @@ def _is_copyable(node: fx.Node, names: Mapping[fx.Node, Source]) -> bool:
 
 
 def _state() -> Hashable:
-    """The state of torch that a forward may depend on, and the lines that the callers run."""
+    """The state of torch that a forward may depend on, and the current lines of its callers."""
     kinds = ("cpu", "cuda")
     casts = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
@@ -296,7 +296,7 @@ def _state() -> Hashable:
 
 
 def _class_name(kind: Any) -> str:
-    """A class as the stacks of nodes name it."""
+    """The name of a class in the module stacks of nodes."""
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
 
 
@@ -307,7 +307,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A new tensor of the same form, of which autograd knows no more; None where there is none."""
+    """A new tensor of the same form without history; None where there is none."""
     assert isinstance(tensor, FakeTensor)
     with tensor.fake_mode, torch.enable_grad():
         made = torch.empty_strided(

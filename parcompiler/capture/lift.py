@@ -2,9 +2,9 @@
 
 Most models cast to float32 inside (norms, softmax, loss) also when their parameters are double,
 which limits how exactly two runs can agree. `lift` rewrites a captured graph so that every
-floating tensor has the given dtype; `lifting` does the same to a model that runs eagerly. The two
-are written apart on purpose: the second is the reference that proves the first. (16 bits are not
-lifted to: what a model casts itself can only be told when it is captured, see `narrow`.)
+floating tensor has the given dtype; `lifting` does the same to a model that runs eagerly. They
+share no code on purpose: the second is the reference for the first. (There is no lifting to 16
+bits: the model's own casts can only be told apart while it is captured, see `narrow`.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from parcompiler.graph import Graph, is_floating, tensors_of
 
 
 def lift(graph: Graph, dtype: torch.dtype) -> Graph:
-    """`graph` with every floating tensor and every floating cast in `dtype`; a new graph, which is
-    made once for all meshes and proofs."""
+    """`graph` with every floating tensor and every floating cast in `dtype`; a new graph, made once
+    for all meshes and verifications."""
     return graph.once(("lifted", dtype), lambda: _lift(graph, dtype))
 
 
@@ -36,7 +36,7 @@ def _lift(graph: Graph, dtype: torch.dtype) -> Graph:
     lifted = copied(graph)
     swap = _swap(dtype)
 
-    def converted(tensor: torch.Tensor) -> torch.Tensor:  # recorded tensors have no data
+    def converted(tensor: torch.Tensor) -> torch.Tensor:  # for recorded tensors, without data
         kind = _in(dtype, tensor.dtype)
         if tensor.dtype == kind:
             return tensor
@@ -64,14 +64,15 @@ def _lift(graph: Graph, dtype: torch.dtype) -> Graph:
 
 
 def _in(dtype: torch.dtype, kind: torch.dtype) -> torch.dtype:
-    """What a floating or complex dtype becomes; others stay."""
+    """The dtype in place of a floating or complex one, in the precision of `dtype`; others stay."""
     if kind.is_complex:
         return dtype.to_complex()
     return dtype if kind.is_floating_point else kind
 
 
 def _swap(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A function that puts floating dtypes in the precision of `dtype` and leaves all else."""
+    """A function that converts floating dtypes to the precision of `dtype`, and returns others
+    unchanged."""
     return lambda leaf: _in(dtype, leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
@@ -87,12 +88,13 @@ def _follows_default(node: fx.Node) -> bool:
 
 
 def _settle(node: fx.Node, dtype: torch.dtype) -> None:
-    """Say the dtype of a node that leaves it to torch's default: itself, or by a cast."""
+    """Make the dtype of a node that uses torch's default explicit: by its argument, or by a
+    cast."""
     assert isinstance(node.target, torch._ops.OpOverload)
     if any(argument.name == "dtype" for argument in node.target._schema.arguments):
         node.kwargs = {**node.kwargs, "dtype": dtype}
         return
-    # Arithmetic turns all operands into floats but what chooses (`where`).
+    # Arithmetic converts all operands to floats except conditions (`where`).
     choosing = [v for k, v in arguments_of(node).items() if k in ("condition", "mask")]
     inputs = [operand for operand in node.all_input_nodes if operand not in choosing]
     operands = [x for x in inputs if isinstance(x.meta.get("val"), torch.Tensor)]
@@ -124,7 +126,7 @@ class _Lifting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with floating dtypes swapped; `x.float()` becomes a cast to `dtype`."""
-        if func == _DTYPE:  # models ask for that of their own precision: `eps` depends on it
+        if func == _DTYPE:  # models read their own precision, for `eps` say
             kind = func(*args)
             return self.model_dtype if kind == self.dtype else kind
         name = getattr(func, "__name__", "")
@@ -138,12 +140,12 @@ class _Lifting(TorchFunctionMode):
         return func(*pytree.tree_map(swap, args), **pytree.tree_map(swap, kwargs or {}))
 
     def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """A number as the model's own precision has it, for a captured graph holds that."""
+        """A constant rounded to the model's own precision, as in a captured graph."""
         before = torch.get_default_dtype()
-        narrow = self.model_dtype.itemsize == 2  # it has 16-bit numbers where it says so
+        narrow = self.model_dtype.itemsize == 2  # 16-bit constants only where it says so
         torch.set_default_dtype(torch.float32 if narrow else self.model_dtype)
 
-        def meant(leaf: Any) -> Any:  # tensors of a lifted 16-bit model say `dtype`
+        def meant(leaf: Any) -> Any:  # tensors of a lifted 16-bit model have `dtype`
             return self.model_dtype if leaf is self.dtype else leaf
 
         swap = meant if narrow else _swap(self.model_dtype)
@@ -158,7 +160,7 @@ def _grouped(
     rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **more: object
 ) -> torch.Tensor:
     """`grouped_mm`, which has no float64 kernel: the rows [t, k] of each expert, which end at its
-    `offs`, times the matrix of its own, of `weight` [experts, k, n]."""
+    `offs`, times the expert's matrix in `weight` [experts, k, n]."""
     if (
         offs is None
         or (rows.dim(), weight.dim()) != (2, 3)
@@ -173,9 +175,10 @@ def _grouped(
 
 @contextmanager
 def lifting(dtype: torch.dtype, model_dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Within it, eager code of a model in `model_dtype` computes in `dtype`, whatever it casts to.
+    """In this context, eager code of a model in `model_dtype` computes in `dtype`, whatever it
+    casts to.
 
-    Limits (`torch.finfo`) and numbers stay those of `model_dtype`: a captured graph holds them.
+    Limits (`torch.finfo`) and constants stay those of `model_dtype`, as in a captured graph.
     """
     before, finfo = torch.get_default_dtype(), torch.finfo
 
@@ -191,5 +194,5 @@ def lifting(dtype: torch.dtype, model_dtype: torch.dtype = torch.float32) -> Ite
 
 
 def lifted(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.dtype]:
-    """What dtype each parameter and buffer of a model has when that is lifted to `dtype`."""
+    """A function from a parameter or buffer to its dtype in a model lifted to `dtype`."""
     return lambda tensor: _in(dtype, tensor.dtype)

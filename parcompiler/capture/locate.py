@@ -40,7 +40,7 @@ _ADVICE_FIXED = """
         def forward(self, **inputs):
             return self.model({name}=torch.tensor({values}), **inputs)
   What a model computes in Python from tokens (position_ids of Qwen-VL), it must get as an input."""
-_OTHER_ADVICE = {  # by a word of the error or of the line that is named
+_OTHER_ADVICE = {  # by a word in the error or in the named line
     "_ctc_loss": (
         "torch's CTC loss reads the values of lengths and labels before it knows a shape: it "
         "cannot be divided yet; write the recursion over time with torch.logsumexp and masks"
@@ -81,7 +81,8 @@ def explain(
     error: Exception, model: nn.Module, inputs: Mapping[str, Any] = _NONE, *, runs: bool = True
 ) -> CaptureError:
     """A CaptureError that names the innermost module and line of the model in the traceback;
-    `inputs` are those with names, `runs` says whether the model itself does, on the same inputs."""
+    `inputs` are the named ones, `runs` says whether the model runs on these inputs in eager
+    mode."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     place, name = _place(error, model), type(model).__name__
     message = f"cannot capture {name}: {text}" if runs else f"{name} fails on these inputs: {text}"
@@ -94,7 +95,7 @@ def explain(
 
 
 def _fixed(inputs: Mapping[str, Any]) -> str:
-    """How to make a constant of the first input that has a few integers a row: sizes of images."""
+    """Advice for an input with a few integers a row, such as image sizes: make it a constant."""
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dim() == 2:
             rows, columns = value.shape
@@ -105,22 +106,22 @@ def _fixed(inputs: Mapping[str, Any]) -> str:
 
 
 def _layerdrop(model: nn.Module) -> str:
-    """What to set so that a model keeps all layers, by the names in its configuration."""
+    """The settings of a model's configuration to change so that no layer is dropped."""
     settings = getattr(getattr(model, "config", None), "__dict__", {})
     names = [name for name, value in settings.items() if name.endswith("layerdrop") and value]
     return ", ".join(f"{name}=0" for name in names or ["layerdrop"])
 
 
 def is_data_dependent(error: Exception) -> bool:
-    """Whether tracing failed because values of tensors decide something."""
+    """Whether tracing failed because something depends on values of tensors."""
     text = f"{type(error).__name__} {error}".lower()
     return any(word in text for word in _DATA_DEPENDENT)
 
 
 def _place(error: Exception, model: nn.Module) -> str:
     """The module and line of the innermost frame that runs a method of one of the model's modules,
-    rather than torch calling it; nothing where there is none."""
-    # Where a module has two names, torch runs proxies, which have the __dict__ of theirs.
+    rather than torch calling it; "" if there is none."""
+    # For a module with two names torch runs proxies, which share its __dict__.
     names = {id(vars(module)): name for name, module in model.named_modules()}
     place = ""
     for frame, number in traceback.walk_tb(error.__traceback__):

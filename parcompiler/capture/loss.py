@@ -17,14 +17,14 @@ from torch import nn
 from parcompiler.capture.inputs import flat
 from parcompiler.errors import CaptureError, InputError
 
-PREFIX = "model."  # what `WithLoss` puts in front of every name of the user's model
+PREFIX = "model."  # the prefix that `WithLoss` adds to every name of the user's model
 
 
 class WithLoss(nn.Module):
     """Calls the user's model and returns the scalar that training minimises.
 
-    `around` makes the context that it is called in; `in_float32` casts the loss to that. `outputs`
-    are names of the model's outputs that are returned behind it.
+    `around` makes the context of the call; `in_float32` casts the loss to float32. `outputs` are
+    names of the model's outputs that are returned after the loss.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class WithLoss(nn.Module):
 
 
 def kept(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
-    """The outputs of these names: keys, or places, as `logits`, `0` or `past.1.0`.
+    """The outputs with these names: keys or positions, such as `logits`, `0` or `past.1.0`.
 
     >>> kept((torch.zeros(()), {"a": torch.ones(1)}), ["1.a"])
     [tensor([1.])]

@@ -21,7 +21,7 @@ from parcompiler.graph import Modes
 def modes_of(model: nn.Module) -> Modes:
     """The modes that the modules of a model are in."""
     evaluating = {name: m for name, m in model.named_modules() if not m.training}
-    dropouts = norms = 0  # that would draw, or update running statistics, in training
+    dropouts = norms = 0  # modules that would draw, or update statistics, in training
     for module in evaluating.values():
         if isinstance(module, _DropoutNd):
             dropouts += module.p > 0
@@ -34,7 +34,8 @@ def modes_of(model: nn.Module) -> Modes:
 
 @contextmanager
 def in_modes(model: nn.Module, modes: Modes) -> Iterator[None]:
-    """Within it, a model has the modes that it was captured in; afterwards those of before."""
+    """In this context, a model has the modes that it was captured in; afterwards its previous
+    ones."""
     before = [(module, module.training) for module in model.modules()]
     evaluating = set(modes.evaluating)
     try:

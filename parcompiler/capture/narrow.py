@@ -1,19 +1,19 @@
 """The same model in 16 bits: `precision="bf16"` and "fp16".
 
-A model is captured as it runs when its parameters are in 16 bits, not rewritten afterwards: what it
-casts to float32 itself (the norms of Llama) stays there, and what depends on its dtype (the least
-number of a mask) is that of the 16 bits. Besides that, as under `torch.autocast`:
+A model is captured with its parameters in 16 bits, not rewritten afterwards: its own casts to
+float32 (the norms of Llama) are kept, and constants that depend on its dtype (the least number of a
+mask) are those of the 16 bits. Besides that, as under `torch.autocast`:
 
     parameters       16 bits; those of batch and instance norms stay in float32
     buffers          as they are: running statistics, and tables such as those of rotary positions
     floating inputs  16 bits
     criteria         float32 (cross_entropy, log_softmax, mse_loss, ...), and so is the loss
-    complex numbers  complex64: Fourier transforms and what makes them read float32
+    complex numbers  complex64: Fourier transforms and makers of complex tensors read float32
     products         16 bits where the operands are of several precisions (linear, attention, ...)
-    layer norms      what weighs a float32 value is cast to float32; statistics are those of torch
+    layer norms      weights for a float32 value are cast to float32; statistics as in torch
     everything else  as torch promotes
 
-The same `mixed` is around the model when it runs in one process, which programs are compared with.
+The same `mixed` surrounds the model in one process that programs are compared with.
 
 >>> logits = torch.zeros(1, 4, dtype=torch.bfloat16)
 >>> with mixed(torch.bfloat16):
@@ -61,7 +61,7 @@ PRODUCTS = frozenset(
     "conv_transpose3d conv_tbc scaled_dot_product_attention multi_head_attention_forward "
     "grouped_mm _grouped_mm prelu".split()
 )
-# There are no complex numbers of twice 16 bits that everything could compute with.
+# Complex numbers of twice 16 bits are not supported everywhere.
 COMPLEX = frozenset(
     f"fft_{kind}{which}{dims}"
     for kind in ("", "i")
@@ -78,12 +78,12 @@ def capture_in(
     loss: Loss | None = None,
     outputs: Sequence[str] = (),
 ) -> Graph:
-    """`capture` of `model` in 16 bits; the tensors of the graph are the model's own, as they are.
+    """`capture` of `model` in 16 bits; the tensors of the graph are the model's own, unconverted.
 
     Raises what `capture` raises, and CaptureError for a model that cannot be copied.
     """
     original = WithLoss(model, loss)
-    hooks = hooks_of(original)  # which copies of parameters do not have
+    hooks = hooks_of(original)  # copies of parameters lose them
     if hooks and dtype == torch.float16:
         message = (
             f"{min(hooks)!r} has a hook, and in float16 gradients are those of a scaled loss: take "
@@ -123,14 +123,14 @@ def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:
 
 
 def narrowed(model: nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.dtype]:
-    """What dtype each parameter and buffer of `model` has in 16 bits."""
+    """A function from a parameter or buffer of `model` to its dtype in a 16-bit program."""
     kept = {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters()}
     cast = {id(p) for p in model.parameters() if p.is_floating_point()} - kept
     return lambda tensor: dtype if id(tensor) in cast else tensor.dtype
 
 
 def _check_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise CaptureError for a batch norm of a third precision, which no kernel computes."""
+    """Raise CaptureError for a batch norm whose precision no kernel supports."""
     for path, module in model.named_modules():
         if isinstance(module, _NormBase):
             tensors = *module.parameters(recurse=False), *module.buffers(recurse=False)
@@ -144,7 +144,7 @@ def _check_norms(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _narrowed(whole: WithLoss, dtype: torch.dtype) -> WithLoss:
-    """A copy with parameters in `dtype` that have no values, and the buffers themselves."""
+    """A copy with parameters in `dtype` without values, and with the original buffers."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in whole.buffers()}
     kind = narrowed(whole, dtype)
     for parameter in whole.parameters():
@@ -152,7 +152,7 @@ def _narrowed(whole: WithLoss, dtype: torch.dtype) -> WithLoss:
         memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
     try:
         return copy.deepcopy(whole, memo)
-    except Exception as error:  # whatever a user's attributes raise when they are copied
+    except Exception as error:  # copying a user's attributes may raise anything
         message = (
             f"{type(whole.model).__name__} cannot be copied, which another precision needs "
             f"({error}): leave precision out, or cast the model yourself"
@@ -162,7 +162,7 @@ def _narrowed(whole: WithLoss, dtype: torch.dtype) -> WithLoss:
 
 @contextmanager
 def mixed(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, functions of torch compute in the precision that the table above says."""
+    """In this context, functions of torch compute in the precisions of the table above."""
     with _Mixed(dtype):
         yield
 
@@ -175,7 +175,7 @@ class _Mixed(ModelMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with the operands that it should have."""
+        """Call `func` with its operands cast."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in CRITERIA or name in COMPLEX:
@@ -187,7 +187,7 @@ class _Mixed(ModelMode):
         return func(*args, **kwargs)
 
     def _cast(self, operands: Any, kinds: set[torch.dtype], dtype: torch.dtype) -> Any:
-        """The operands, those of some dtypes in another."""
+        """The operands, with tensors of the dtypes `kinds` cast to `dtype`."""
 
         return pytree.tree_map_only(
             torch.Tensor, lambda x: x.to(dtype) if x.dtype in kinds else x, operands

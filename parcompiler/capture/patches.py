@@ -1,8 +1,8 @@
 """Tracing patches: changes to torch for the time of a `with` block, and its stack of modes.
 
-An export asks tensors for shapes and flags a hundred times for each parameter, and every question
-goes through all function modes. Those that are meant for the model are taken off the stack for
-that, and put back under the export's own when the forward begins.
+An export reads shapes and flags of tensors a hundred times for each parameter, and each read goes
+through all function modes. Modes that are meant for the model are taken off the stack meanwhile,
+and put back below the export's own when the forward begins.
 
 >>> class Counting(ModelMode):
 ...     seen = 0
@@ -44,7 +44,7 @@ _LOGGERS = (
     "torch.fx.experimental.symbolic_shapes",
 )
 
-# What `checkpoint(use_reentrant=False)` goes through: a generator, from torch 2.14 on another.
+# The generator within `checkpoint(use_reentrant=False)`, another one from torch 2.14 on.
 CHECKPOINTING = next(
     name
     for name in (
@@ -58,7 +58,7 @@ ONE_THREAD = threading.RLock()  # patches hold for the whole process: one compil
 
 @contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within it, a class or module has other attributes."""
+    """In this context, attributes of a class or module are replaced."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -74,8 +74,8 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch does not print the graph of what it refuses: the CaptureError says it."""
-    import torch.export._trace as _trace  # with torch._dynamo, 1 s: only who captures pays it
+    """Context: torch does not print graphs that it refuses, as the CaptureError describes them."""
+    import torch.export._trace as _trace  # imports torch._dynamo, 1 s: only for captures
 
     with ExitStack() as stack:
         for name in _LOGGERS:
@@ -99,8 +99,8 @@ def unmoved() -> AbstractContextManager[None]:
 
 
 def checkpoints_run_once() -> AbstractContextManager[None]:
-    """`checkpoint(use_reentrant=False)` calls its function, and no more: what runs again is for the
-    plan to say. In an export a checkpoint within another would leave gradients switched off."""
+    """`checkpoint(use_reentrant=False)` just calls its function, as the plan decides what is
+    recomputed. In an export, nested checkpoints would leave gradients switched off."""
 
     def wrapping(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -109,13 +109,13 @@ def checkpoints_run_once() -> AbstractContextManager[None]:
 
 
 def data_detached() -> AbstractContextManager[None]:
-    """`tensor.data` in the model's code is `tensor.detach()`: a trace knows nothing of what it is
-    else, neither values that are read from it nor changes of a parameter in place."""
+    """`tensor.data` in the model's code is `tensor.detach()`: a trace would see neither values read
+    from it nor changes of a parameter in place."""
     original: Any = torch._C.TensorBase.data
     files = os.path.dirname(torch.__file__) + os.sep
 
     def data(self: torch.Tensor) -> torch.Tensor:
-        """The tensor by itself."""
+        """The tensor without its history."""
         own = sys._getframe(1).f_code.co_filename.startswith(files)
         found: torch.Tensor = original.__get__(self) if own else self.detach()
         return found
@@ -124,7 +124,8 @@ def data_detached() -> AbstractContextManager[None]:
 
 
 class _Kind(type):
-    """Says of all sets that they are `InOrder`, so that the model's code finds them to be sets."""
+    """Makes all sets instances of `InOrder`, so that `isinstance(x, set)` in the model's code
+    holds."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         """Whether it is any set."""
@@ -132,7 +133,8 @@ class _Kind(type):
 
 
 class InOrder(set[Any], metaclass=_Kind):
-    """A set that lists what it was made of in that order, whatever the hashes of this process are.
+    """A set that iterates in the order of its construction, whatever the hashes of this process
+    are.
 
     >>> list(InOrder(["full", "sliding", "full"])), InOrder("ab") == {"b", "a"}
     (['full', 'sliding'], True)
@@ -143,7 +145,7 @@ class InOrder(set[Any], metaclass=_Kind):
         super().__init__(self._first)
 
     def __iter__(self) -> Iterator[Any]:
-        """Its items, those that were added later behind the others."""
+        """Its items; those added later come last."""
         yield from (item for item in self._first if item in self)
         yield from (item for item in super().__iter__() if item not in self._first)
 
@@ -163,13 +165,13 @@ def sets_in_order(model: nn.Module) -> Iterator[None]:
 
 
 class ModelMode(TorchFunctionMode):
-    """A mode that is meant for what the model's forward calls, not for torch around it."""
+    """A mode for calls in the model's forward, not for torch around it."""
 
 
 @contextmanager
 def suspended() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Within it, the model's modes on top of the stack are off; what it yields puts them back
-    where they were, for the time of a `with` block."""
+    """In this context, the model's modes on top of the stack are off; the yielded function puts
+    them back for the time of a `with` block."""
     suspended_modes = list(_popped(lambda mode: isinstance(mode, ModelMode)))
     depth = _len_torch_function_stack()
 

@@ -1,10 +1,10 @@
 """The prologue: values that every stage may compute for itself instead of receiving them.
 
-They need no parameter, gradient or chance, and serve several blocks: masks of the batch. What does
-not even depend on the batch (positions, rotary tables) is in the prologue whoever reads it, and is
-computed once. Memory that is written in place moves as a whole: all who write to it, and all who
-read it before the last of them, are in the prologue or none is. So do the results of a node with
-several.
+They need no parameter, gradient or random number, and serve several blocks, such as masks of the
+batch. Values that do not even depend on the batch (positions, rotary tables) are always in the
+prologue, and are computed once. Memory that is written in place moves as a whole: all its writers,
+and all readers before the last write, are in the prologue, or none is. So do the results of a node
+with several.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prologue_of(
 
     free = graph.once("free", lambda: _free(nodes, effects, may_read))
     fixed = constants(graph)
-    # Views cost nothing: what they show is computed once, and they stay where they are.
+    # Views cost nothing: their bases are computed once, and the views stay in place.
     read_constants = {
         viewed(operand)
         for node in nodes
@@ -69,8 +69,8 @@ def prologue_of(
 
 
 def constants(graph: Graph) -> set[fx.Node]:
-    """What is the same for every batch, whatever the weights: what reads no input, no parameter and
-    no buffer that a checkpoint or a forward may change; those of its operands that are buffers too.
+    """Nodes whose values never change: they depend on no input, no parameter and no buffer that a
+    checkpoint or a forward may change. Includes buffers among their operands.
     """
 
     def find() -> set[fx.Node]:
@@ -89,7 +89,7 @@ def is_sendable(node: fx.Node) -> bool:
     """Whether a node yields a tensor whose size is known before the step."""
     value = node.meta.get("val")
     if isinstance(value, list | tuple):
-        return True  # its items are sent
+        return True  # items are sent one by one
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
@@ -106,7 +106,7 @@ def _free(
     may_read: Callable[[fx.Node], bool],
     may_be: Callable[[fx.Node], bool] = lambda _: True,
 ) -> set[fx.Node]:
-    """The nodes without chance that follow from some placeholders alone."""
+    """The nodes without random draws that follow only from placeholders that `may_read` accepts."""
     blocked: set[fx.Node] = set()
     while True:
         free: set[fx.Node] = set()
@@ -115,10 +115,10 @@ def _free(
             return may_read(node) if node.op == "placeholder" else node in free
 
         for node in nodes:
-            if all(map(is_free, effects.dependencies(node))) and may_be(node):  # few are
+            if all(map(is_free, effects.dependencies(node))) and may_be(node):  # rarely false
                 if not is_random(node) and effects.root(node) not in blocked:
                     free.add(node)
-        # Memory that is written moves with all who must see it in order.
+        # Memory that is written moves with all nodes that depend on the order of writes.
         more = {
             root
             for root, writers in effects.writers.items()
@@ -137,8 +137,8 @@ def evaluated(
     changed: Callable[[Any], Any] = lambda argument: argument,
 ) -> Any:
     """The value of a node by running the `members` of its cone, in order, on the CPU: from the
-    `values` of what they read outside, with other arguments `changed`. Values that no member reads
-    any more are let go."""
+    `values` of nodes outside that they read; other arguments go through `changed`. Values are
+    dropped after their last use."""
     last = {operand: member for member in members for operand in member.all_input_nodes}
 
     def argument(item: Any) -> Any:

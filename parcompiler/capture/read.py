@@ -1,4 +1,4 @@
-"""An exported program -> Graph: parameters, buffers, inputs and the loss are read off it."""
+"""An exported program -> Graph: reads off parameters, buffers, inputs and the loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def read(
     sample: Batch,
     positional: bool,
 ) -> Graph:
-    """The value of a cleaned graph. Raises CaptureError where the model holds what is no tensor."""
+    """The `Graph` of a cleaned graph. Raises CaptureError if the model holds an object that is no
+    tensor."""
     placeholders = _Placeholders(whole, exported, graph)
     remaining = iter(flat(sample))
     for spec in exported.graph_signature.input_specs:
@@ -71,7 +72,7 @@ def read(
 
 
 class _Placeholders:
-    """What the placeholders of an exported program stand for."""
+    """The meaning of the placeholders of an exported program."""
 
     def __init__(
         self, whole: WithLoss, exported: torch.export.ExportedProgram, graph: fx.Graph
@@ -101,20 +102,20 @@ class _Placeholders:
                 BatchInput(key, node.name, shape_of(node), dtype_of(node), bound, label)
             )
         elif node is not None:
-            self._graph.erase_node(node)  # a constant: already burnt in
+            self._graph.erase_node(node)  # a constant, already in the graph
 
     def add_parameter(self, node: fx.Node, spec: InputSpec, target: str) -> None:
         """A parameter, buffer or lifted constant."""
         source = target.removeprefix(PREFIX)
         name = self._names.get(source, source)
         known = self.parameters.get(name)
-        if known is not None:  # a tied tensor that arrives twice
+        if known is not None:  # a tied tensor, seen before
             node.replace_all_uses_with(self.nodes[known.node])
             self._graph.erase_node(node)
             return
         state = self._exported.state_dict
         tensor = state[target] if target in state else self._exported.constants[target]
-        if not isinstance(tensor, torch.Tensor):  # a torch.Generator, for one
+        if not isinstance(tensor, torch.Tensor):  # e.g. a torch.Generator
             message = (
                 f"the forward uses an object that is no tensor ({type(tensor).__name__}): random "
                 "numbers come from torch's own generator (leave out generator=), other objects "
@@ -138,8 +139,7 @@ class _Placeholders:
 
 
 def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Refuse a sparse or nested tensor, and one that other tensors make up: rows of it cannot be
-    taken, sent or saved."""
+    """Refuse sparse, nested and wrapper tensors, whose rows cannot be taken, sent or saved."""
     if tensor.is_nested:
         message = f"{what} is a nested tensor: pad it, and give a mask beside it"
         raise InputError(message)
@@ -159,7 +159,7 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
 
 
 def _loss(graph: fx.Graph, outputs: Sequence[str]) -> fx.Node:
-    """The loss, which becomes all that the graph returns, with the outputs that are kept."""
+    """The loss; afterwards the graph returns only the loss and the kept outputs."""
     output: Any = graph.output_node()
     loss, *others = output.args[0]
     kept = others[: len(outputs)]
@@ -209,7 +209,7 @@ def fingerprint(graph: fx.Graph, names: dict[str, str]) -> str:
         value = node.meta.get("val")
         shape = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
         arguments = fx.map_arg((node.args, node.kwargs), lambda item: f"%{number[item]}")
-        # Node names of parameters repeat their names with dots lost; the names say it better.
+        # Parameters by their names: node names have lost the dots.
         line = (
             node.op,
             str(node.target) if node.op == "call_function" else names.get(node.name),

@@ -1,11 +1,11 @@
-"""New tensors in place of updates that would keep pieces of a model together.
+"""New tensors instead of updates in place that would force pieces of a model onto one stage.
 
     for layer in layers:
         x = layer(x)
-        total += x             total = total + x        the same value: nobody reads the old one
+        total += x             total = total + x        same value, as nothing reads the old one
 
-Stages share no memory, so what is updated in place stays on the stage that has made it. Where
-nothing reads the memory afterwards but through the result of the update, a new tensor is the same.
+Stages share no memory, so memory updated in place stays on the stage that made it. If later readers
+use only the result of the update, a new tensor is equivalent.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SUMS = ("add_", "sub_", "mul_", "div_")
 
 
 def renewed(graph: Graph) -> Graph:
-    """`graph` with new tensors for the sums and products in place that would join its blocks, where
-    that is the same; the graph itself where there are none."""
+    """`graph` with new tensors for in-place sums and products that would join its blocks, where
+    that is equivalent; the graph itself if there are none."""
     effects = effects_of(graph)
     chosen = {node for node in joining_updates(graph) if _is_replaceable(node, effects)}
     if not chosen:
@@ -39,16 +39,15 @@ def renewed(graph: Graph) -> Graph:
             _renew(rewriting, node)
         else:
             rewriting.copy(node)
-    made = rewriting.rewritten()  # what was updated, zeros maybe, carries no gradient any more
+    made = rewriting.rewritten()  # the old target, maybe zeros, carries no gradient now
     trainable = [item.node for item in made.parameters if item.trainable]
     carrying = differentiable(made.fx_graph, trainable, made.loss)
     return dataclasses.replace(made, differentiable=carrying)
 
 
 def _is_replaceable(node: fx.Node, effects: Effects) -> bool:
-    """Whether a new tensor is the same to all that follows: nothing reads the memory afterwards but
-    through the result, whose elements have the same places. Under `no_grad` a new tensor would have
-    no history."""
+    """Whether a new tensor is equivalent for all later nodes: they read the memory only through the
+    result, with the same layout. Not under `no_grad`, where a new tensor would have no history."""
     root = effects.root(node)
     if overload_name(node) not in _SUMS or is_unrecorded(node) or root.op == "placeholder":
         return False
@@ -61,7 +60,7 @@ def _is_replaceable(node: fx.Node, effects: Effects) -> bool:
 
 
 def _function(node: fx.Node) -> Callable[..., Any]:
-    """The operator that returns in a new tensor what a node writes into its first operand."""
+    """The out-of-place version of a node's operator."""
     assert isinstance(node.target, torch._ops.OpOverload)
     packet = getattr(torch.ops.aten, node.target._opname.removesuffix("_"))
     function: Callable[..., Any] = getattr(packet, node.target._overloadname)
@@ -69,7 +68,7 @@ def _function(node: fx.Node) -> Callable[..., Any]:
 
 
 def _value(node: fx.Node) -> torch.Tensor:
-    """What that returns, without data."""
+    """The result of `_function`, without data."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     with torch.no_grad():
         value: torch.Tensor = _function(node)(*args, **kwargs)
@@ -77,7 +76,7 @@ def _value(node: fx.Node) -> torch.Tensor:
 
 
 def _renew(rewriting: Rewriting, node: fx.Node) -> None:
-    """Let a new tensor of the same dtype stand for the result of an update in place."""
+    """Replace the result of an update in place by a new tensor of the same dtype."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), rewriting.nodes.__getitem__)
     meta, name = {**node.meta, "val": _value(node)}, overload_name(node).removesuffix("_")
     carries = node.name in rewriting.whole.differentiable

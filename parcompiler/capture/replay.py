@@ -4,18 +4,17 @@
 two and the last of those that are equal are traced; where the three have equal nodes, the layers
 between have copies of them. Equal layers have the same classes, shapes, ties and attributes (apart
 from those that their forward does not read) and are called with equal arguments. A layer whose
-forward changes anything besides is traced; where the last layer turns out to be different, the
-model is traced anew.
+forward has side effects is traced; if the last layer turns out to differ, the model is traced anew.
 
     layers.0   traced                   ─┐
     layers.1   traced, equal to it       │ the same graph as without copies, node for node
     layers.2 … layers.124   copied       │
     layers.125 traced, equal to it      ─┘
 
-It takes for granted that a forward is no function of hidden state of the process (a file, the
-clock) that changes for some layers in between and for none of those that are traced.
+Assumes that a forward does not depend on hidden state of the process (a file, the clock) that
+differs for some of the copied layers and for none of the traced ones.
 
-`LayerCopies` is the only door, `ENABLED` the switch: without it every layer is traced.
+`LayerCopies` is the interface; with `ENABLED = False` every layer is traced.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ _MOST = 8  # traces of equal layers that read different values; with more, every
 
 
 class LayersDiffer(Exception):
-    """The last layer was traced to other nodes than those that were copied."""
+    """The trace of the last layer differs from the copied nodes."""
 
 
 @dataclass
 class EqualLayers:
-    """Layers of a list that differ in values of tensors and plain attributes alone."""
+    """Layers of a list that differ only in values of tensors and plain attributes."""
 
     layers: list[nn.Module]
     traces: list[LayerTrace] = field(default_factory=list)
@@ -63,9 +62,9 @@ class EqualLayers:
 
 
 class LayerCopies:
-    """Traces some layers of a model and copies the others; `used` says that some were copied.
+    """Traces some layers of a model and copies the others; `used` says whether any was copied.
 
-    `has_values` says of a tensor whether anything is known of its values.
+    `has_values` says whether anything is known of a tensor's values.
     """
 
     def __init__(self, model: nn.Module, has_values: Callable[[torch.Tensor], bool]) -> None:
@@ -74,11 +73,11 @@ class LayerCopies:
         self._inside = False  # a layer whose own layers are traced
         self._groups: dict[int, tuple[nn.Module, EqualLayers]] = {}
         for group in equal_layers(model) if ENABLED else ():
-            for layer in group.layers:  # the tracer's stand-ins for a module have its __dict__
+            for layer in group.layers:  # the tracer's proxies share a module's __dict__
                 self._groups.setdefault(id(vars(layer)), (layer, group))
 
     def applied(self) -> AbstractContextManager[None]:
-        """Within it, layers that are called may be copied instead of being traced."""
+        """In this context, layers that are called may be copied instead of being traced."""
         original: Callable[..., Any] = nn.Module._call_impl
         copies = self
 
@@ -88,7 +87,7 @@ class LayerCopies:
         return patched(nn.Module, _call_impl=call)
 
     def _call(self, module: nn.Module, trace: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """The result of a module, whose nodes are copied or traced."""
+        """Call a module by copying or tracing its nodes. Returns its result."""
         entry = None if self._inside else self._groups.get(id(vars(module)))
         tracer = None if entry is None or entry[1].refused else current_tracer(entry[0])
         if entry is None or tracer is None:
@@ -140,12 +139,12 @@ def equal_layers(model: nn.Module) -> Iterator[EqualLayers]:
             groups[describe(layer)[0]].append(layer)
         for layers in groups.values():
             modules = [id(module) for layer in layers for module in layer.modules()]
-            if len(layers) >= FEWEST and len(set(modules)) == len(modules):  # they share none
+            if len(layers) >= FEWEST and len(set(modules)) == len(modules):  # no shared modules
                 yield EqualLayers(layers)
 
 
 def describe(layer: nn.Module) -> tuple[Hashable, dict[Attribute, Hashable]]:
-    """What equal layers have in common, and the values of plain attributes, which may differ.
+    """A key that equal layers share, and the values of plain attributes, which may differ.
 
     >>> one, other = nn.Identity(), nn.Identity()
     >>> one.place, other.place = 0, 1
@@ -172,7 +171,7 @@ def describe(layer: nn.Module) -> tuple[Hashable, dict[Attribute, Hashable]]:
                 )
             elif name == "_modules" and isinstance(value, dict):
                 key = tuple((n, m is None) for n, m in value.items())
-            elif "_hooks" in name:  # those of saving and loading do not run in a forward
+            elif "_hooks" in name:  # hooks of saving and loading do not run in a forward
                 key = id(value) if value and "state_dict" not in name else None
             else:
                 key, is_constant = _key(value)
@@ -183,14 +182,14 @@ def describe(layer: nn.Module) -> tuple[Hashable, dict[Attribute, Hashable]]:
 
 
 def _decisive(module: nn.Module, name: str, tensor: torch.Tensor | None) -> Hashable:
-    """The values of a buffer by which a forward may decide what it does; None of others."""
+    """The values of a buffer if a forward may branch on them; else None."""
     if tensor is None or type(tensor) is not torch.Tensor or not is_fixed(module, name, tensor):
         return None
     return tensor.cpu().numpy().tobytes()
 
 
 def _key(value: Any) -> tuple[Hashable, bool]:
-    """A key that equal values have, and whether it has no identities of objects in it."""
+    """A key that equal values share, and whether it is free of object identities."""
     if is_plain(value):
         return (type(value), repr(value)), True
     items: Any
@@ -209,7 +208,7 @@ def _key(value: Any) -> tuple[Hashable, bool]:
 
 
 def _surroundings(layer: nn.Module) -> tuple[list[Any], Hashable]:
-    """What a forward may change: objects in attributes and in variables of the files of its
+    """Things that a forward may change: objects in attributes and in variables of the files of its
     classes, and the random states of Python and numpy.
 
     The list keeps the objects alive, so that a new one is never taken for an old one.

@@ -1,4 +1,4 @@
-"""Rewriting a graph, node after node, into another one with the same names."""
+"""Rewrites a graph, node after node, into a new one with the same names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from parcompiler.graph import Graph
 
 
 class Rewriting:
-    """A new graph in the making: `nodes` has what stands in it for each node of `whole`, and
-    `carrying` the names of its nodes that carry gradients."""
+    """A new graph under construction: `nodes` maps each node of `whole` to its replacement, and
+    `carrying` has the names of new nodes that carry gradients."""
 
     def __init__(self, whole: Graph) -> None:
         self.whole = whole
@@ -26,11 +26,11 @@ class Rewriting:
         self.taken = {node.name for node in whole.fx_graph.nodes}
 
     def copy(self, node: fx.Node, operand: Callable[[fx.Node], fx.Node] | None = None) -> fx.Node:
-        """A node as it is, of what stands for its operands, or of what `operand` returns."""
+        """Copy a node, with its operands mapped by `nodes`, or by `operand`."""
         return self.keep(node, self.made.node_copy(node, operand or self.nodes.__getitem__))
 
     def keep(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Let a new node stand for one of the whole, under its name."""
+        """Make a new node the replacement of one of the whole, under its name."""
         made.meta = {**node.meta, **made.meta}
         if made.name != node.name:  # torch renames inputs called `torch` or `inf`
             made.name = node.name
@@ -43,7 +43,7 @@ class Rewriting:
         self, name: str, target: Callable[..., Any], args: tuple[Any, ...],
         meta: dict[str, Any], *, carries: bool, kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:  # fmt: skip
-        """A new node that stands for none of the whole, under `name` or a free one like it."""
+        """Add a new node that replaces none, under `name` or a free name like it."""
         made = self.made.call_function(target, args, dict(kwargs or {}))
         made.meta = meta
         return self.name(made, name, carries=carries)
@@ -56,8 +56,8 @@ class Rewriting:
         return made
 
     def rewritten(self, said: str = "", **changes: Any) -> Graph:
-        """The graph when all of its nodes are there, with `changes` of its other fields; what is
-        `said` tells it from others of the same whole."""
+        """The finished graph, with `changes` of its other fields; `said` distinguishes its
+        fingerprint from those of other rewritings of the same whole."""
         output: Any = self.made.output_node()
         if said:
             digest = hashlib.sha256(f"{self.whole.fingerprint} {said}".encode())
@@ -72,7 +72,7 @@ class Rewriting:
 
 
 def copied(graph: Graph) -> Rewriting:
-    """All nodes of a graph as they are, some of which are then changed."""
+    """A rewriting with copies of all nodes of a graph, to be changed."""
     rewriting = Rewriting(graph)
     for node in graph.fx_graph.nodes:
         rewriting.copy(node)
@@ -82,8 +82,8 @@ def copied(graph: Graph) -> Rewriting:
 def inserted(
     before: fx.Node, target: Callable[..., Any], *args: Any, like: fx.Node | None = None
 ) -> fx.Node:
-    """A call in front of a node, at the place in the model of that node or of `like`, with the
-    shapes that it has for values without data."""
+    """Insert a call in front of a node, with the place in the model of that node or of `like`; its
+    value is computed without data."""
     with before.graph.inserting_before(before):
         made = before.graph.call_function(target, args)
     made.meta = {**(like or before).meta, "val": called(target, args)}
@@ -91,7 +91,7 @@ def inserted(
 
 
 def called(target: Callable[..., Any], args: Any) -> Any:
-    """What a function makes of values without data."""
+    """The result of a function on values without data."""
     with torch.no_grad():
         return target(*fx.map_arg(args, lambda node: node.meta["val"]))
 

@@ -1,12 +1,12 @@
-"""Gradients of tables that a step looks few rows of up: those rows, as the model asked for.
+"""Row gradients, for tables of which a step looks up few rows, if the model asks for them.
 
     nn.Embedding(10_000_000, 64, sparse=True)      a step of 65,536 lookups
-    gradient of all rows     10,000,000 x 64       added up over data ranks, read by the optimizer
-    gradient of rows             65,536 x 64       and the number of each: torch's sparse layout
+    gradient of all rows     10,000,000 x 64       summed over data ranks, read by the optimizer
+    gradient of rows             65,536 x 64       and their indices: torch's sparse layout
 
-An optimizer whose step leaves rows without gradient as they are makes the same step of both. Data
-ranks gather each other's rows, so that a table keeps a whole gradient where a step looks up more
-rows than it has. (As recommenders are trained: Naumov et al. 2019, arXiv 1906.00091, section 4.)
+An optimizer that leaves rows without a gradient unchanged makes the same step with both. Data ranks
+gather each other's rows, so that a table keeps a whole gradient where a step looks up more rows
+than it has. (As recommenders are trained: Naumov et al. 2019, arXiv 1906.00091, section 4.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from parcompiler.graph import Graph
 
 
 def with_row_gradients(graph: Graph, microbatches: int) -> Graph:
-    """`graph` with gradients of rows for the tables that are looked up with sparse=True, of which a
-    step with so many micro-batches, those of all data ranks, looks up fewer rows than there are."""
+    """`graph` with gradients of rows for the tables that are looked up with sparse=True, if a step
+    with `microbatches` in all (of all data ranks) looks up at most as many rows as there are."""
     return graph.once(("rows", microbatches), lambda: _with_row_gradients(graph, microbatches))
 
 
@@ -59,8 +59,8 @@ def _ask_for_rows(node: fx.Node) -> None:
 
 
 def _lookups(graph: Graph) -> Iterator[tuple[str, fx.Node, int]]:
-    """The tables that may have such gradients: what only one lookup reads, which was marked; with
-    the rows that it looks up in a micro-batch."""
+    """The tables that may have row gradients, read by one marked lookup only: name, lookup, and the
+    rows that it looks up in a micro-batch."""
     for node in graph.fx_graph.nodes:
         if "sparse" not in node.meta:
             continue

@@ -1,4 +1,4 @@
-"""Which batch norms of a graph are SyncBatchNorms: they count the batches of all data ranks.
+"""Which batch norms of a graph are SyncBatchNorms: their statistics are over all data ranks.
 
 Traced, a SyncBatchNorm is the batch norm of one rank, whatever torch.distributed does meanwhile;
 its node remembers what it was in `meta["synchronized"]`.
@@ -26,7 +26,8 @@ Forward = Callable[[nn.SyncBatchNorm, torch.Tensor], torch.Tensor]
 
 
 def computing_as(forward: Forward) -> AbstractContextManager[None]:
-    """Within it, `forward` is what SyncBatchNorms compute, and subclasses where they call it."""
+    """In this context, `forward` is what SyncBatchNorms compute, and subclasses where they call
+    it."""
     return patched(nn.SyncBatchNorm, forward=lambda norm, input: forward(norm, input))
 
 
@@ -36,7 +37,7 @@ def alone(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def mark(graph: fx.Graph, model: nn.Module) -> None:
-    """Let the nodes of SyncBatchNorms in training say so; `model` is what was traced."""
+    """Mark the nodes of SyncBatchNorms in training; `model` is the traced one."""
     paths = {
         path
         for path, module in model.named_modules(remove_duplicate=False)
@@ -49,5 +50,5 @@ def mark(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def is_synchronized(graph: fx.Graph) -> bool:
-    """Whether it has such a batch norm."""
+    """Whether a graph has such a batch norm."""
     return any("synchronized" in node.meta for node in graph.nodes)

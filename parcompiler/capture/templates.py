@@ -19,8 +19,8 @@ from parcompiler.capture.effects import CASTS, name_of, outside
 from parcompiler.capture.gradients import recorded_in
 from parcompiler.graph import Binding, Block, Graph, shape_of
 
-# Names that emitted code uses itself, so that no variable or class of a model may have them; and
-# the attributes of its modules, so that no parameter may.
+# Names that emitted code uses itself, which variables and classes of a model must not have; and
+# attributes of its modules, which parameters must not have.
 EMITTED = frozenset(
     "self torch nn F Tensor runtime DEVICE float complex getattr range super tuple zip".split()
 )
@@ -31,7 +31,7 @@ ATTRIBUTES = frozenset(dir(nn.Module())) | frozenset(
 
 
 class Segment(NamedTuple):
-    """Consecutive nodes under one module; `path` is empty for what stands between the layers.
+    """Consecutive nodes under one module; `path` is empty for nodes between the layers.
 
     `scope` is the module that tensors are named from: the layer, also for a piece of one.
     """
@@ -78,7 +78,8 @@ def _tensors(graph: Graph, nodes: Sequence[fx.Node], scope: str) -> tuple[Bindin
 
 
 def relative_name(name: str, scope: str) -> str:
-    """A tensor's name from its layer, with a dot in front, or the whole name from elsewhere.
+    """A tensor's name relative to its layer, with a leading dot; the whole name outside of the
+    layer.
 
     >>> relative_name("h.0.ln.weight", "h.0"), relative_name("wte.weight", "h.0")
     ('.ln.weight', 'wte.weight')
@@ -103,7 +104,7 @@ def _structure(
         known = graph.by_node.get(node.name)
         return number[node] if known is None else f"self.{attributes[known.name]}"
 
-    # Under `no_grad` a value with a history matters, also one that leads nowhere.
+    # Under `no_grad` it matters whether values have a history, even if it does not reach the loss.
     apart = any(
         str(kind).endswith("_grad") for node in nodes for kind, *_ in node.meta.get("contexts", ())
     )
@@ -130,7 +131,7 @@ def _structure(
 
 
 def _class_name(path: str, nodes: list[fx.Node], label: str) -> str:
-    """The class of the module that a block is, or one made of what it holds."""
+    """The class of a block's module, or a name made from its contents."""
     for node in nodes:
         for module, kind in node.meta.get("nn_module_stack", {}).values():
             if path and module.removeprefix("model.") == path:
@@ -143,8 +144,8 @@ def _class_name(path: str, nodes: list[fx.Node], label: str) -> str:
 def _label(graph: Graph, nodes: list[fx.Node]) -> str:
     """The modules that hold a segment's two largest parameters, in order of use: `wte+wpe`.
 
-    Buffers count where there are only buffers, read as they are or cast to another dtype: that
-    depends on the precision, in which a plan's blocks have the same names.
+    Buffers count if there are only buffers; casts of them are ignored, as they depend on the
+    precision and names of blocks must not.
     """
     known = (graph.by_node.get(_uncast(node).name) for node in outside(nodes))
     read = [item for item in known if item is not None]
@@ -156,7 +157,7 @@ def _label(graph: Graph, nodes: list[fx.Node]) -> str:
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """The value that a node casts to another dtype."""
+    """The value that a node casts to another dtype, or the node itself."""
     while name_of(node) in CASTS:
         node = node.all_input_nodes[0]
     return node
@@ -173,7 +174,7 @@ def identifier(name: str) -> str:
 
 
 def unique(name: str, taken: set[str], separator: str = "_") -> str:
-    """`name`, with a number behind it when it is taken; adds it to `taken`."""
+    """`name`, with a number appended if it is taken; adds it to `taken`."""
     candidate, count = name, 1
     while candidate in taken:
         count += 1

@@ -1,9 +1,9 @@
-"""A model that is run and afterwards is as it was, and what its forwards change besides numbers.
+"""Runs a model and restores it afterwards, and finds attributes that its forwards change.
 
-A captured graph computes every micro-batch as the first one. A forward that reads what an earlier
-one has left in an attribute (a counter, a list that grows, its last output) computes something
-else each time, and is refused. What a forward only writes (attention maps to look at), writes
-before it reads it, or makes once and then keeps (tables of positions) does no harm.
+A captured graph computes every micro-batch like the first one. A forward that reads state that an
+earlier one left in an attribute (a counter, a growing list, its last output) computes something
+else each time, and is refused. Attributes that a forward only writes (attention maps for
+inspection), writes before it reads, or makes once and then keeps (tables of positions) do no harm.
 
 >>> model = nn.Linear(1, 1)
 >>> model.seen = []
@@ -40,16 +40,16 @@ from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
 Attribute = tuple[str, str]  # the path of a module or object, and a name in its __dict__
-OUTSIDE = " outside"  # in place of a path: what the code of a model names, which is not its own
+OUTSIDE = " outside"  # in place of a path: names in the model's code from outside of it
 Position = tuple[int, int]  # line and column of code
-Places = dict[Attribute, set[tuple[str, Position]]]  # each with its file
+Places = dict[Attribute, set[tuple[str, Position]]]  # positions with their file
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PLAIN = (
     bool, int, float, complex, str, bytes, range, slice, type(None), torch.dtype, torch.device,
     torch.Size, torch.layout, torch.memory_format, enum.Enum,
 )  # fmt: skip
-_MOST = 1000  # items of a container that is looked into
+_MOST = 1000  # items of a container that is compared
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", *_REGISTERED}  # hooks and the like
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module)
@@ -58,12 +58,12 @@ _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, in the flags of a class
 
 
 class Attributes:
-    """The attributes of all modules of a model as they are now, and what these hold."""
+    """A snapshot of the attributes of all modules of a model, and of their contents."""
 
     def __init__(self, model: nn.Module) -> None:
         self._containers: list[tuple[Any, Any]] = []  # each with a copy
         owners = list(_owners(model))
-        # Kept, so that nothing else has the same id.
+        # Kept alive, so that no other object gets the same id.
         self._seen: dict[int, object] = {id(owner): owner for _, owner in owners}
         self._forms = {
             (path, name): self._form(value)
@@ -75,14 +75,14 @@ class Attributes:
             self._forms[OUTSIDE, label] = self._shallow(value)
 
     def changed(self, later: Attributes) -> set[Attribute]:
-        """Module path and name of what is another in `later`."""
+        """Module path and name of attributes that differ in `later`."""
         names = self._forms.keys() | later._forms.keys()
         return {at for at in names if self._forms.get(at) != later._forms.get(at)}
 
     def restore(self) -> None:
-        """Let modules and containers hold again what they held."""
+        """Restore the contents of modules and containers."""
         for container, copy in self._containers:
-            if _members(container) != _members(copy):  # what is unchanged may refuse to be written
+            if _members(container) != _members(copy):  # unchanged ones may be read-only
                 container.clear()
                 (container.extend if isinstance(copy, list | deque) else container.update)(copy)
         now = _outside(self._model)
@@ -91,7 +91,7 @@ class Attributes:
                 put(name, value)
 
     def _shallow(self, value: Any) -> Hashable:
-        """A key of what stands outside of the model, without looking into objects."""
+        """A key of a value outside of the model, without looking into objects."""
         if is_plain(value):
             return type(value), repr(value)
         self._containers.append((value, value.copy()))
@@ -127,7 +127,7 @@ class Attributes:
         self._seen[id(value)] = value
         if known or isinstance(value, (torch.Tensor, *_OPAQUE)):
             return id(value)
-        if isinstance(value, Iterator):  # a count says where it is, others what is left
+        if isinstance(value, Iterator):  # a count tells its position, others what is left
             return id(value), repr(value), length_hint(value, -1)
         items = self._items(value)
         if items is None or len(items) > _MOST:
@@ -135,7 +135,7 @@ class Attributes:
         return type(value), *map(self._form, items)
 
     def _items(self, value: Any) -> list[Any] | None:
-        """What a container or an object holds; None for what holds nothing."""
+        """The contents of a container or an object; None if it can hold nothing."""
         if isinstance(value, tuple | frozenset):
             return list(value)
         if not isinstance(value, dict | list | set | deque):
@@ -151,8 +151,8 @@ class Attributes:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Modules, and objects of the user's classes in their attributes (helpers, configurations), and
-    in those of these; each with its path."""
+    """Modules, and objects of the user's classes in their attributes (helpers, configurations),
+    recursively; each with its path."""
     found: list[tuple[str, object]] = [*model.named_modules()]
     seen = {id(owner) for _, owner in found}
     for path, owner in found:  # grows
@@ -175,7 +175,7 @@ def _is_object(value: object) -> bool:
 
 
 def _members(container: Any) -> list[int] | set[int]:
-    """What a container holds: the very objects, in order."""
+    """The identities of a container's items, in order."""
     if isinstance(container, dict):
         return [id(x) for pair in container.items() for x in pair]
     ids = map(id, container)
@@ -183,8 +183,8 @@ def _members(container: Any) -> list[int] | set[int]:
 
 
 def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], str, Any]]:
-    """Numbers and containers that the code of a model's classes names outside of it: attributes of
-    classes, globals and variables of functions around it. Each with a function that sets it."""
+    """Numbers and containers outside of a model that the code of its classes names: attributes of
+    classes, globals and closure variables. Each with a function that sets it."""
     found: dict[str, tuple[Callable[[str, Any], None], str, Any]] = {}
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     functions = list[FunctionType]()
@@ -197,7 +197,7 @@ def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], st
             elif _may_count(value) and not name.startswith("__"):
                 found[f"{kind.__qualname__}.{name}"] = partial(setattr, kind), name, value
     seen = set[int]()
-    for function in functions:  # grows by the functions of the same file that these name
+    for function in functions:  # grows by functions of the same file that are named
         code, names = function.__code__, function.__globals__
         if id(code) in seen:
             continue
@@ -209,7 +209,7 @@ def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], st
             elif name in names and _may_count(value):
                 found[f"the global {name}"] = names.__setitem__, name, value
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a cell that is empty yet
+            with suppress(ValueError):  # a cell that is still empty
                 if _may_count(cell.cell_contents):
                     put = partial(_fill, cell)
                     found[f"{name} of {function.__qualname__}"] = put, name, cell.cell_contents
@@ -222,7 +222,7 @@ def _may_count(value: object) -> bool:
 
 
 def _fill(cell: Any, name: str, value: object) -> None:
-    """Give a variable of a function around another a value."""
+    """Set a closure variable."""
     cell.cell_contents = value
 
 
@@ -230,10 +230,10 @@ def _fill(cell: Any, name: str, value: object) -> None:
 def untouched(
     model: nn.Module, dtype: Callable[[torch.Tensor], torch.dtype] = lambda tensor: tensor.dtype
 ) -> Iterator[None]:
-    """Within it a model has no gradients, and its parameters, buffers and tensors in attributes
-    have values of their own in the `dtype` of each; it may be run and trained. Afterwards all is as
-    it was: these tensors themselves with their hooks, their values and gradients, attributes, the
-    state of chance.
+    """In this context, a model has no gradients, and its parameters, buffers and tensors in
+    attributes have copied values, each in its `dtype`; it may be run and trained. Afterwards
+    everything is restored: these tensors with their hooks, values and gradients, attributes, and
+    random states.
     """
     attributes = Attributes(model)
     plain = [x for m in model.modules() for x in vars(m).values() if type(x) is torch.Tensor]
@@ -258,7 +258,7 @@ def untouched(
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Within it a model may change its attributes; afterwards they are as they were."""
+    """In this context, a model may change its attributes; afterwards they are restored."""
     attributes = Attributes(model)
     try:
         yield
@@ -272,7 +272,8 @@ def watched(
     around: Callable[[], AbstractContextManager[None]],
     changed: set[Attribute],
 ) -> Iterator[None]:
-    """Within it, and within `around`, a forward runs: adds the attributes that it changes."""
+    """In this context, and within `around`, a forward runs: adds to `changed` the attributes that
+    it changes."""
     before = Attributes(model)
     try:
         with around():
@@ -282,8 +283,8 @@ def watched(
 
 
 def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a model of which a second forward reads what the first one has changed, and changes
-    it again; warn of a change each time outside of the model. All is as it was afterwards.
+    """Refuse a model whose second forward reads attributes that the first one has changed, and
+    changes them again; warn of repeated changes outside of the model. Everything is restored.
 
     Raises CaptureError with the names of the attributes.
     """
@@ -315,17 +316,17 @@ def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value never changes and its `repr` tells it from others."""
+    """Whether a value is immutable and identified by its `repr`."""
     return isinstance(value, _PLAIN)
 
 
 @contextmanager
 def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attribute]]:
-    """Within it, code runs; afterwards the set has the attributes of `watched` that it read.
+    """In this context, code runs; afterwards the set has the attributes of `watched` that it read.
 
-    Code that takes the `__dict__` of its owner, other than torch's, reads all its attributes. What
-    was written before within it does not count, nor numbers that are read in no other statements
-    than those that only assign them (a counter that nobody asks).
+    Code outside of torch that takes the `__dict__` of an owner reads all its attributes. Attributes
+    that it wrote before do not count, nor numbers that are read only by statements that assign them
+    (a counter that is never used).
     """
     attributes: set[Attribute] = set()
     read: Places = {}
@@ -365,7 +366,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
     methods = {"__getattribute__": reading, "__setattr__": writing, "register_buffer": writing}
     try:
         with ExitStack() as stack:
-            for kind in kinds:  # of the class: of all instances
+            for kind in kinds:  # patches a class, so all instances
                 known = {name: change for name, change in methods.items() if hasattr(kind, name)}
                 own = {name: change(getattr(kind, name)) for name, change in known.items()}
                 stack.enter_context(patched(kind, **own))
@@ -376,8 +377,8 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
 
 
 def _place() -> tuple[str, Position]:
-    """Where code reads or writes an attribute: the beginning of a statement that does nothing but
-    assign attributes, or else the very expression. Without its source, the line."""
+    """Where code reads or writes an attribute: the beginning of a statement that only assigns
+    attributes, else the expression itself. Without source, the line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((__file__, _TORCH)):
         frame = frame.f_back
@@ -392,7 +393,7 @@ def _place() -> tuple[str, Position]:
 
 @lru_cache(maxsize=64)
 def _assignments(source: str) -> tuple[tuple[Position, Position], ...] | None:
-    """Where statements begin and end that only assign attributes; None without source.
+    """Start and end of statements that only assign attributes; None without source.
 
     >>> _assignments("self.n += 1; x = self.n")
     (((1, 0), (1, 11)),)
@@ -413,7 +414,7 @@ def _assignments(source: str) -> tuple[tuple[Position, Position], ...] | None:
 
 
 def _only_assigns(statement: ast.stmt) -> bool:
-    """Whether a statement puts what it computes into attributes, and nowhere else."""
+    """Whether a statement assigns to attributes only."""
     if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
         return isinstance(call.func, ast.Name) and call.func.id == "setattr"
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
