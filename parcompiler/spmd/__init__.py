@@ -1,13 +1,13 @@
 """How each operator may be split over the ranks of one mesh axis.
 
-placement     R, I, S(d), P: what each rank holds of a value and of its gradient
+placement     R, I, S(d), P: the part of a value and of its gradient on each rank
 conversions   from one placement to another: collectives, bytes
 formula       the notation of rules
 rules         the strategies of a node: written, or discovered by execution
-rows          rows of causal attention, which context ranks have zigzag
-sorting       rows by expert, which each context rank sorts for itself
-special       strategies that compute something else than the operator
-simulate      the proof of a strategy on simulated ranks
+rows          rows of causal attention, dealt zigzag to context ranks
+sorting       rows by expert, sorted by each context rank for itself
+special       strategies whose local call is another computation
+simulate      runs a strategy on simulated ranks, to check it
 shard         a graph and a strategy for each node -> the graph of one rank
 """
 

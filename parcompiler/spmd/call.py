@@ -36,8 +36,8 @@ class Operand:
 class NodeCall:
     """One node of a graph. Two operands may be the same node.
 
-    `results` are the tensors that it yields, in order, and `carries` says of each whether a
-    gradient comes to it. `arguments` has the defaults of those that are not given.
+    `results` are the tensors that it yields, in order, and `carries` tells which of them receive a
+    gradient. `arguments` includes defaults.
     """
 
     node: fx.Node
@@ -50,7 +50,8 @@ class NodeCall:
 
     @property
     def base(self) -> str:
-        """The operator's name without its library, and without the mark of one in place."""
+        """The operator's name without its library, and without the underscore of an in-place
+        one."""
         name = self.name.rpartition("::")[2]
         return name if name.startswith("__") else name.rstrip("_")
 
@@ -71,7 +72,7 @@ class NodeCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every size is known, and every operand and result is a tensor of its own."""
+        """Whether every size is known, and it has results."""
         known = all(-1 not in shape for shape in (*self.shapes, *self.result_shapes))
         return known and bool(self.results)
 
@@ -82,7 +83,7 @@ class NodeCall:
         return tuple(reached and operand.differentiable for operand in self.operands)
 
     def operand(self, argument: str) -> Operand | None:
-        """The operand that is `argument`; None where that is no tensor."""
+        """The operand for `argument`; None if that is not a tensor."""
         return next((item for item in self.operands if item.argument == argument), None)
 
     def dims(self, argument: str, rank: int) -> tuple[int, ...]:
@@ -95,9 +96,9 @@ class NodeCall:
 
 
 def read(node: fx.Node, differentiable: Container[str] | None = None) -> NodeCall:
-    """The call that `node` is.
+    """The call of `node`.
 
-    `differentiable` are the names of the nodes that carry gradients; without it, those are the
+    `differentiable` are the names of the nodes that carry gradients; by default these are the
     floating ones, and results with such an operand.
     """
     target = node.target
@@ -109,7 +110,7 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> NodeCal
         arguments = {str(index): value for index, value in enumerate(node.args)} | node.kwargs
     carries = differentiable is None or node.name in differentiable
     if target is operator.getitem and isinstance(node.args[0], fx.Node):
-        # The one operand of an item of several results is that result.
+        # The operand of an item of several results is that result.
         operands: tuple[Operand, ...] = ()
         if isinstance(value := node.meta.get("val"), torch.Tensor):
             carried = carries and is_floating(value)
@@ -117,7 +118,7 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> NodeCal
     else:
         operands = tuple(_operands(arguments, differentiable))
     results = tuple(tensors_of(node.meta.get("val")))
-    # A node that is named carries a gradient, be it only by an update of its memory later.
+    # A named node carries a gradient, if only through a later update of its memory.
     named = differentiable is not None
     reached = carries and (named or any(operand.differentiable for operand in operands))
     reaches = tuple(reached and is_floating(result) for result in results)
@@ -125,7 +126,7 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> NodeCal
 
 
 def call_of(node: fx.Node, graph: Graph) -> NodeCall:
-    """The call that a node of a captured graph is, read once."""
+    """The call of a node of a captured graph, cached."""
     return graph.once(("call", node), lambda: read(node, graph.differentiable))
 
 
@@ -135,7 +136,7 @@ def shape_of(value: torch.Tensor) -> Shape:
 
 
 def written(call: NodeCall) -> tuple[int, ...]:
-    """The operands that a call updates in place, by their place among the operands."""
+    """The indices of the operands that a call updates in place."""
     target = call.node.target
     if not isinstance(target, torch._ops.OpOverload):
         return ()

@@ -1,8 +1,8 @@
-"""Rules of the runtime's calls on context and expert ranks: what a further axis may split of them.
+"""Rules of the runtime's calls on context and expert ranks: how another axis may split them.
 
-Conversions are linear and act on each element by itself, but for the dimensions along which they
-move pieces; attention by rows splits by samples and heads, and has its rows whole. Rows that go to
-their experts and back are whole, or have a piece of their columns.
+Conversions are linear and elementwise, except in the dimensions along which they move pieces;
+attention by rows splits by samples and heads, with its rows whole. Rows that go to their experts
+and back are whole, or split by columns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _conversion(*dims: str) -> Callable[[NodeCall], Rule]:
 
 
 def _attention(call: NodeCall) -> Rule:
-    """Rows stay as they are: over samples and heads, those of keys with theirs."""
+    """Splits samples and heads (of queries with those of keys); rows stay whole."""
     grouped = call.arguments.get("enable_gqa") or call.base == "runtime.ring_attention"
     outer = "*b h" if grouped else "*b"
     return Rule(f"!{outer} (m) (e), !{outer} (t) (e), {outer} (t) d -> {outer} (m) d")

@@ -1,4 +1,4 @@
-"""The conversions between placements: what each does forward and backward, and the bytes it moves.
+"""The conversions between placements: their forward, their backward, and the bytes they move.
 
 The backward of a conversion is fixed by the gradients of its two types, so that a sharded forward
 is differentiable as it stands. Megatron-LM's `f` is I → R and its `g` is P → I (1909.08053); its
@@ -31,7 +31,7 @@ class Conversion:
     """One row of the table.
 
     Four of the actions communicate (`BYTES`, which also has the rotation of `ring`). `take` keeps
-    the rank's piece, `pad` puts zeros around it, `first` keeps the value on rank 0 and zeros
+    the rank's piece, `pad` puts zeros around it, `first` keeps the value on rank 0 and makes zeros
     elsewhere.
     """
 
@@ -56,8 +56,7 @@ TABLE: tuple[Conversion, ...] = (
 )
 _BY_KINDS: Mapping[tuple[str, str], Conversion] = {(c.source, c.target): c for c in TABLE}
 
-# Bytes that each of n ranks sends for a value of so many bytes when it is whole, by the bound that
-# rings reach.
+# Bytes that each of n ranks sends for a value of `nbytes` in all: the optimum, which rings reach.
 BYTES: Mapping[Action, Callable[[float, int], float]] = {
     "all-reduce": lambda nbytes, n: 2 * nbytes * (n - 1) / n,
     "all-gather": lambda nbytes, n: nbytes * (n - 1) / n,
@@ -72,9 +71,9 @@ def conversion(
 ) -> Conversion | None:
     """The row that leads from `source` to `target`; None where the table has none.
 
-    Without a gradient `R` and `I` are the same, and nothing happens backward. R → I is offered for
-    the loss alone (`ending`): nothing says of other values that ranks agree on what follows. R → P
-    is not. Nothing leads to rows that each rank sorted, or from them.
+    Without a gradient `R` and `I` are the same, and nothing happens backward. R → I exists for the
+    loss only (`ending`): for other values nothing ensures that ranks agree on later computations. R
+    → P does not exist, nor any conversion from or to rows that each rank sorted.
 
     >>> print(conversion(R, I), conversion(R, I, differentiable=False).forward)
     None nothing
@@ -96,5 +95,5 @@ def conversion(
 
 
 def moved(action: Action, nbytes: float, n: int) -> float:
-    """Bytes that each of `n` ranks sends in one action on a value of `nbytes` when it is whole."""
+    """Bytes that each of `n` ranks sends in one action on a value of `nbytes` in all."""
     return BYTES[action](nbytes, n) if action in BYTES else 0.0

@@ -1,7 +1,7 @@
 """Rules of operators that work along some dimensions: softmax, sum, sort, split, slice, cat.
 
-A dimension that an operator works along stays whole or, where the operator adds it up, leaves each
-rank a summand; all others split. `segments` has the splits within the parts of a dimension.
+A dimension that an operator works along stays whole or, if the operator sums over it, leaves each
+rank a summand; all others split. `segments` has the splits within parts of a dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def words(rank: int, whole: Collection[int] = ()) -> list[str]:
 
 
 def formula(operands: Sequence[Sequence[str]], results: Sequence[Sequence[str]]) -> str:
-    """The formula with these words, operands multiplied."""
+    """The formula with these words and a product of the operands."""
     sides = (", ".join(" ".join(listed) for listed in side) for side in (operands, results))
     return " -> ".join(sides)
 
@@ -43,10 +43,11 @@ def aligned(
     means: bool = False,
     affine: bool = False,
 ) -> Rule | None:
-    """Operands and results agree in all dimensions but `dims`, which some of them may lack.
+    """The rule of operands and results that agree in all dimensions but `dims`, which some may
+    lack.
 
-    These stay whole, or are summed (averaged where `means`) over. Operands add up where they are
-    several, as those of cat do.
+    These stay whole, or are summed over (averaged, with `means`). Several operands are summands, as
+    those of cat.
     """
     rank = rank_of(call)
     if len(set(map(len, call.shapes))) > 1:
@@ -100,7 +101,7 @@ def pad(call: NodeCall) -> Rule | None:
 
 
 def histc(call: NodeCall) -> Rule | None:
-    """Counts of the pieces add up, when the bins are given."""
+    """Counts of the pieces are summands, if the bins are given."""
     if not call.arguments["min"] < call.arguments["max"]:
         return None
     return Rule(f"!{' '.join(words(len(call.shapes[0])))} -> 1")

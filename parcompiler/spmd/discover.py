@@ -1,10 +1,10 @@
-"""Rules found by execution, for operators that none is written for.
+"""Rules found by execution, for operators without a written rule.
 
 The operator runs on small random tensors, whole and on n simulated ranks, with its operands split
-along every combination of dimensions. Where the pieces of a result make up the whole, or add up to
-it, and the gradients do too, there is a strategy; also on -1, 0 and 1, which some operators compare
-with (targets of margin losses): on other numbers these may depend on nothing; and on large numbers
-and gradients, which some cut down (a norm above a limit): on others these may leave all as it is.
+along every combination of dimensions. Where results and gradients of the ranks make up the whole,
+as pieces or summands, there is a strategy. This must also hold on -1, 0 and 1, which some operators
+compare with (targets of margin losses), as on other numbers they may be constant; and on large
+numbers and gradients, as operators with a limit (a norm) may be the identity below it.
 
 >>> from parcompiler.spmd.simulate import example
 >>> call = example(torch.ops.aten.cdist.default, torch.ones(4, 1, 3), torch.ones(4, 1, 3))
@@ -29,10 +29,10 @@ from parcompiler.spmd.placement import P, Placement, R, S
 from parcompiler.spmd.simulate import agrees, attempt, example, faults
 from parcompiler.spmd.strategy import Strategy
 
-LARGEST = 1 << 12  # elements of an operand that is tried as it is
+LARGEST = 1 << 12  # elements of an operand that is tried at full size
 MOST = 1 << 10  # combinations of splits that are tried
-TRIALS = 4  # on values of each kind: summands of one alone may come out right by chance
-LARGE = 1e3  # of numbers and gradients above a limit
+TRIALS = 4  # on values of each kind: in one trial summands may be right by chance
+LARGE = 1e3  # size of numbers and gradients above a limit
 
 Make = Callable[[Shape, torch.dtype, torch.Generator], torch.Tensor]
 
@@ -40,11 +40,11 @@ _known: dict[tuple[Any, ...], tuple[Strategy, ...]] = {}
 
 
 def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
-    """The strategies that split a call, by trying; none for one that cannot be tried.
+    """The strategies that split a call, found by trial; none if it cannot be tried.
 
-    Operators with integers are not tried, for these may say where in memory to look, nor are
-    torch's private ones (`native_batch_norm` is one): neither check what they are given. Results
-    are kept, by operator, other arguments, and shapes.
+    Operators with integer operands are not tried, as these may be indices into memory, nor are
+    torch's private ones (such as `native_batch_norm`): neither check their arguments. Results are
+    cached by operator, other arguments, and shapes.
     """
     if not call.is_plain or is_random(call.node) or written(call) or is_unchecked(call):
         return ()
@@ -56,7 +56,7 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
         kinds = itertools.product((_random, _large, _signs), range(TRIALS))
         trials = [trial for make, seed in kinds if (trial := _trial(call, n, make, seed))]
         _known[key] = tuple(_strategies(trials, n)) if trials else ()
-    shapes = *call.shapes, *call.result_shapes  # strategies were found on small tensors
+    shapes = *call.shapes, *call.result_shapes  # strategies come from small tensors
     return tuple(
         x
         for x in _known[key]
@@ -80,10 +80,10 @@ def _dtypes(call: NodeCall) -> tuple[torch.dtype, ...]:
 
 
 def _trial(call: NodeCall, n: int, make: Make, seed: int) -> NodeCall | None:
-    """The call on random values; None where it does not run or yields something else, and where
-    few results are finite or all are the same (any summands add up to zeros).
+    """The call on random values; None if it fails or yields other shapes or dtypes, or if few
+    results are finite or all are equal (zeros are a sum of any summands).
 
-    Large operands are made smaller, equal sizes alike everywhere in the call.
+    Large operands are shrunk, equal sizes equally throughout the call.
     """
     shapes, sizes = call.shapes, dict[int, int]()
     if any(prod(shape) > LARGEST for shape in shapes):
@@ -94,7 +94,7 @@ def _trial(call: NodeCall, n: int, make: Make, seed: int) -> NodeCall | None:
             return None
     try:
         trial = on_random(call, shapes, make, seed)
-    except Exception:  # whatever an operator raises that knows no such tensors
+    except Exception:  # an operator may raise anything on such tensors
         return None
     expected = tuple(tuple(sizes.get(size, size) for size in s) for s in call.result_shapes)
     tells = all(result.numel() and _tells(result) for result in trial.results)
@@ -136,20 +136,20 @@ def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tor
 
 
 def _large(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Hundreds and thousands for numbers."""
+    """Random values, numbers of the order of `LARGE`."""
     value = _random(shape, dtype, generator)
     return value * LARGE if value.is_floating_point() or value.is_complex() else value
 
 
 def _signs(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """-1, 0 and 1 for numbers."""
+    """Random values, numbers from -1, 0 and 1."""
     if not dtype.is_floating_point:
         return _random(shape, dtype, generator)
     return torch.randint(-1, 2, shape, generator=generator).double()
 
 
 def _strategies(trials: Sequence[NodeCall], n: int) -> Iterator[Strategy]:
-    """All splits of the operands with results that can be put together, values and gradients."""
+    """All splits of the operands for which values and gradients of the ranks make up the whole."""
     call = trials[0]
     choices: list[list[Placement]] = []
     for value in (operand.value for operand in call.operands):  # whole, in pieces, in summands
@@ -172,7 +172,7 @@ def _strategies(trials: Sequence[NodeCall], n: int) -> Iterator[Strategy]:
 
 
 def _outputs(call: NodeCall, inputs: tuple[Placement, ...], n: int) -> tuple[Placement, ...] | None:
-    """The types of the results that ranks get, when each has one."""
+    """The types of the results on the ranks, if each has one."""
     ranks = _checked(attempt, call, inputs, n)
     if not ranks:
         return None
@@ -189,8 +189,8 @@ def _outputs(call: NodeCall, inputs: tuple[Placement, ...], n: int) -> tuple[Pla
 
 
 def _checked(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a trial; faults, or None, for one that does not run."""
+    """The result of a trial; if it fails, a fault or None."""
     try:
         return function(*args)
-    except Exception:  # whatever an operator raises that knows no such pieces
+    except Exception:  # an operator may raise anything on such pieces
         return ["it does not run"] if function is faults else None

@@ -75,7 +75,8 @@ def masked_fill(call: NodeCall) -> Rule:
 
 
 def cast(call: NodeCall) -> Rule:
-    """A change of type or device, linear between floating types; to those of another tensor too."""
+    """A change of type or device, linear between floating types; also to the dtype of another
+    tensor."""
     floating = is_floating(call.operands[0].value) and is_floating(call.results[0])
     mark = "" if floating else "!"
     others = ", !(*y)" * (len(call.operands) - 1)
@@ -83,7 +84,7 @@ def cast(call: NodeCall) -> Rule:
 
 
 def pointwise_loss(call: NodeCall) -> Rule | None:
-    """Losses of two tensors, element by element: a mean is a mean of the means of equal pieces."""
+    """Elementwise losses of two tensors: a mean is the mean of the means of equal pieces."""
     reduction = call.arguments.get("reduction", REDUCTION_MEAN)
     prediction, target = call.shapes[:2]
     if prediction != target:
@@ -96,9 +97,9 @@ def pointwise_loss(call: NodeCall) -> Rule | None:
 
 
 def cross_entropy(call: NodeCall) -> Rule | None:
-    """cross_entropy_loss and nll_loss: rows, when they are added up or kept.
+    """cross_entropy_loss and nll_loss: splits rows, if they are summed or not reduced.
 
-    The mean leaves out ignored rows and weighs classes: see `special` for that.
+    For the mean, with ignored rows and class weights, see `special`.
     """
     logits, target = call.shapes[:2]
     if len(target) != len(logits) - 1 or len(logits) < 2:

@@ -1,17 +1,17 @@
-"""Experts in pieces: the graph of one expert rank, to which tokens come by all-to-all.
+"""Experts in pieces: the graph of one expert rank, which receives tokens by all-to-all.
 
     grouped    rows by expert [t, h] ──► dispatch ──► product · act · product ──► combine
                weights [E/e, h, f]       the rows that arrive, by local expert
     stacked    slots [E, b, c, h] ──► all_to_all ──► product · act · product ──► all_to_all
                weights [E/e, h, f]    [E/e, e·b, c, h]
 
-Layers are found by structure: a *grouped* product multiplies rows that are sorted by expert with
-the matrices of their experts and reads where the rows of each end; a *stacked* product has the
-experts as a dimension of its operands. What is computed between the products of one layer treats
-rows (or experts) alone, which the rules of operators know or find out by execution; so it is
-computed where the experts are, and whatever it reads from outside is sent there as well.
+Layers are found by structure: a *grouped* product multiplies rows sorted by expert with the
+matrices of their experts and reads where the rows of each end; a *stacked* product has the experts
+as a dimension of its operands. Nodes between the products of one layer treat each row (or expert)
+by itself, which is known from the rules of operators or found by execution; so they are computed on
+the ranks of the experts, and values that they read from outside are sent there as well.
 
-Shapes of rows that arrive are those of even routing: as many come as go.
+Shapes of arriving rows assume even routing: equally many rows arrive and leave.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ STACKED = ("einsum", "bmm", "baddbmm", "matmul")
 
 @dataclass
 class MixtureLayer:
-    """The products of one layer with its experts and what is computed between them.
+    """The products of one layer with its experts, and the nodes between them.
 
-    `dims` has the nodes that are computed where the experts are, in order; where experts are
-    stacked, with two dimensions of each value: that of the experts and one of samples. `sources`
-    has these of values that come from outside. `weights` are the nodes between parameters and the
-    products, and parameters that other operators inside read.
+    `dims` has the nodes that are computed on expert ranks, in order; for stacked experts, with two
+    dimensions of each value: that of the experts and one of samples. `sources` has the same for
+    values from outside. `weights` are the nodes between parameters and products, and parameters
+    that other nodes inside read.
     """
 
     ends: fx.Node | None
@@ -103,11 +103,11 @@ def _stack(graph: Graph, node: fx.Node) -> bool:
 
 
 def _joins(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
-    """Whether a node can be computed with experts in pieces, and with the samples of all ranks; it
-    is in the layer then."""
+    """Whether a node can be computed with experts in pieces, and with the samples of all ranks; if
+    so, adds it to the layer."""
     call = call_of(node, graph)
     if len(call.results) != 1 or call.is_item or "exchange" in node.meta:
-        return False  # what context ranks exchange is of the same experts
+        return False  # exchanges of context ranks stay outside
     known = [s for s in strategies(node, 2) if not (s.sizes or s.special or s.draws)]
     for by_expert in known:
         for by_sample in known:
@@ -124,8 +124,8 @@ def _joins(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
 def _placed(
     graph: Graph, layer: MixtureLayer, call: NodeCall, by_expert: Strategy, by_sample: Strategy
 ) -> tuple[tuple[int, int], dict[fx.Node, tuple[int, int]], list[fx.Node]] | None:
-    """The dimensions of experts and samples in what a call yields, and in what comes from outside
-    to the first product; and the weights. None where the strategies are not such."""
+    """The dimensions of experts and samples in the result of a call, and in the outside operands of
+    the first product; and the weights. None if the strategies do not fit."""
     out, wide = by_expert.outputs[0], by_sample.outputs[0]
     if out.kind != "S" or wide.kind != "S" or out == wide:
         return None
@@ -149,7 +149,7 @@ def _placed(
 
 
 def _fill_between(layer: MixtureLayer, products: Sequence[fx.Node]) -> None:
-    """Add what leads from one product to another, in the order of the graph."""
+    """Add the nodes on paths from one product to another, in the order of the graph."""
     behind: set[fx.Node] = set()
     for node in products[0].graph.nodes:
         if node in products or any(x in behind for x in node.all_input_nodes):
@@ -165,7 +165,7 @@ def _fill_between(layer: MixtureLayer, products: Sequence[fx.Node]) -> None:
 
 
 def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
-    """Take note of what leads from a parameter to a product; whether that is all it leads to."""
+    """Note the nodes from a parameter to a product. Returns whether these have no other readers."""
     path = []
     while _leaves_experts_first(node):
         path.append(node)
@@ -182,8 +182,7 @@ def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
 
 
 def _leaves_experts_first(node: fx.Node) -> bool:
-    """Whether a node only casts weights, or puts dimensions behind that of the experts in another
-    order."""
+    """Whether a node only casts weights, or permutes dimensions other than that of the experts."""
     casts = name_of(node) in CASTS and len(node.all_input_nodes) == 1
     return casts or (permutation(node) or [-1])[0] == 0
 
@@ -191,7 +190,7 @@ def _leaves_experts_first(node: fx.Node) -> bool:
 def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:
     """The graph of one of a mesh's expert ranks.
 
-    Raises InputError where there are no experts, or not a number of them that `n` divides.
+    Raises InputError if there are no experts, or their number is not divisible.
     """
     n, layers = mesh.expert, find(graph)
     if not layers:
@@ -222,8 +221,8 @@ def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:
 
 
 def divisible(graph: Graph) -> int:
-    """What degrees of expert ranks divide: the experts of every layer; 1 where none can be in
-    pieces."""
+    """The number that degrees of expert ranks must divide, from the experts of every layer; 1 if
+    they cannot be in pieces."""
     layers = find(graph)
     try:
         for layer in layers:
@@ -235,7 +234,7 @@ def divisible(graph: Graph) -> int:
 
 
 def _check_rows(graph: Graph, layer: MixtureLayer) -> None:
-    """Refuse operators between the products that mix rows, or know their number."""
+    """Refuse operators between the products that mix rows, or depend on their number."""
     for node in layer.dims:
         if name_of(node) in GROUPED:
             continue
@@ -252,7 +251,7 @@ def _check_rows(graph: Graph, layer: MixtureLayer) -> None:
 
 
 def _splits_rows(strategy: Strategy, call: NodeCall, layer: MixtureLayer) -> bool:
-    """Whether a strategy splits the rows of all that it reads and yields, and only these."""
+    """Whether a strategy splits exactly the rows of all operands and results."""
     if strategy.sizes or strategy.special or strategy.draws:
         return False
     wanted = [S(0) if len(operand.shape) else R for operand in call.operands]
@@ -260,7 +259,7 @@ def _splits_rows(strategy: Strategy, call: NodeCall, layer: MixtureLayer) -> boo
 
 
 def _like(rows: torch.Tensor, *_: Any) -> torch.Tensor:
-    """About what sorting rows costs."""
+    """Stand-in with about the cost of sorting rows."""
     return rows.clone()
 
 
@@ -276,9 +275,9 @@ class _OnExpertRanks(Rewriting):
         self.layers, self.n, self.apart = layers, n, apart
         self.home = {node: layer for layer in layers for node in layer.dims}
         self.weights = {node: layer for layer in layers for node in layer.weights}
-        self.arrivals: dict[fx.Node, fx.Node] = {}  # how many rows come, by `ends` of the layer
+        self.arrivals: dict[fx.Node, fx.Node] = {}  # counts of arriving rows, by `ends`
         self.sent: dict[fx.Node, fx.Node] = {}
-        self.there: dict[fx.Node, fx.Node] = {}  # nodes inside layers, and their `ends`
+        self.there: dict[fx.Node, fx.Node] = {}  # replacements inside layers, and of `ends`
 
     def graph(self) -> Graph:
         """The graph of one expert rank."""
@@ -297,14 +296,14 @@ class _OnExpertRanks(Rewriting):
         return self.rewritten(f"expert {self.n}", parameters=tuple(items), undivided=undivided)
 
     def _piece(self, item: Parameter, sizes: Mapping[str, int]) -> Parameter:
-        """A parameter of which expert ranks hold pieces, or any other."""
+        """A parameter, as a piece if it is of experts."""
         if item.name not in sizes:
             return item
         shape = (item.shape[0] // self.n, *item.shape[1:])
         return dataclasses.replace(item, shape=shape, experts=sizes[item.name])
 
     def _inside(self, node: fx.Node, layer: MixtureLayer) -> None:
-        """A node that is computed where the experts are."""
+        """Rewrite a node that is computed on expert ranks."""
         if layer.ends is not None and layer.ends not in self.arrivals:
             self._route(node, layer, layer.ends)
 
@@ -326,7 +325,7 @@ class _OnExpertRanks(Rewriting):
             self.nodes[node] = self._returned(node, layer)
 
     def _route(self, node: fx.Node, layer: MixtureLayer, ends: fx.Node) -> None:
-        """Find how many rows come, and where those of each expert end."""
+        """Add the nodes that count arriving rows, and find where those of each expert end."""
         each, value = layer.size // self.n, ends.meta["val"]
         call = RuntimeCall("expert_arrivals", likeness=lambda x: x.view(-1, each))
         exchange = self._exchange(4 * layer.size, carries=False)
@@ -338,7 +337,7 @@ class _OnExpertRanks(Rewriting):
         self.arrivals[ends] = arrivals
 
     def _sent(self, node: fx.Node, user: fx.Node, layer: MixtureLayer) -> fx.Node:
-        """A value from outside, where the experts are."""
+        """A value from outside, sent to the expert ranks."""
         if layer.ends is not None:
             args = self.nodes[node], self.nodes[layer.ends], self.arrivals[layer.ends]
             return self._exchanged(node, user, DISPATCH, args)
@@ -348,7 +347,7 @@ class _OnExpertRanks(Rewriting):
         return sent
 
     def _returned(self, node: fx.Node, layer: MixtureLayer) -> fx.Node:
-        """A value that is computed where the experts are, where its rows or samples came from."""
+        """A value computed on expert ranks, sent back to where its rows or samples came from."""
         if layer.ends is None:
             return self._exchanged(node, node, ALL_TO_ALL, (self.there[node], *layer.dims[node]))
         rows = self.there[node], self.nodes[layer.ends], self.arrivals[layer.ends]
@@ -357,7 +356,7 @@ class _OnExpertRanks(Rewriting):
     def _exchanged(
         self, node: fx.Node, user: fx.Node, call: RuntimeCall, args: tuple[Any, ...]
     ) -> fx.Node:
-        """A value that a call brings to other ranks, in the module of `user`."""
+        """A value sent to other ranks by a call, in the module of `user`."""
         carries = node.name in self.whole.differentiable
         exchange = self._exchange(nbytes_of(node), carries)
         meta = place(user) | {"val": node.meta["val"], "exchange": exchange}
@@ -366,13 +365,13 @@ class _OnExpertRanks(Rewriting):
         return self.insert(name, call, args, meta, carries=carries, kwargs=kwargs)
 
     def _exchange(self, nbytes: int, carries: bool) -> NodeCollectives:
-        """The all-to-alls of one value, there and its gradient back."""
+        """The all-to-alls of one value and of its gradient."""
         action: Any = (("all-to-all", float(nbytes) * self.n),)
         back = action if carries else ()
         return NodeCollectives(self.n, action, back, self.apart, axis="expert")
 
     def _local(self, node: fx.Node, dims: tuple[int, int]) -> torch.Tensor:
-        """What a rank has of a value with experts and samples in these dimensions."""
+        """A rank's part, without data, of a value with experts and samples in these dimensions."""
         value: torch.Tensor = node.meta["val"]
         shape = list(value.shape)
         shape[dims[0]] //= self.n

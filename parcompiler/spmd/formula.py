@@ -3,13 +3,13 @@
     linear      *b k, n k + n -> *b n
     softmax     !*b (k) -> *b (k)
 
-A word is a dimension. The same word is split everywhere it appears; one that no result has is
-summed over, so that splitting it leaves each rank a summand. A word in parentheses, and `1`, is
-not split. `*b` is any number of dimensions; those of several operands are matched from the last,
-and one of size 1 is stretched. `,` multiplies operands, `+` adds them, and `!` marks an operand in
-which the operator is not linear. Dimensions of different size may share a word: they are split
-where the number of ranks divides both (heads of queries with those of keys, the rows of a matrix
-with its flattened elements).
+A word is a dimension. A word is split everywhere it appears; one that no result has is summed over,
+so that splitting it leaves each rank a summand. A word in parentheses, and `1`, is not split. `*b`
+is any number of dimensions; those of several operands are matched from the last, and one of size 1
+is stretched. `,` multiplies operands, `+` adds them, and `!` marks an operand in which the operator
+is not linear. Dimensions of different size may share a word: they are split where the number of
+ranks divides both (heads of queries with those of keys, the rows of a matrix with its flattened
+elements).
 
 >>> formula = Formula.parse("*b k, n k + n -> *b n")
 >>> [(operand.words, operand.summand) for operand in formula.operands]
@@ -31,13 +31,14 @@ from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.placement import I, P, Placement, R, S
 from parcompiler.spmd.strategy import Draws, SizeArgument, Strategy
 
-Words = tuple[str, ...]  # one a dimension; "" for one that is not split
+Words = tuple[str, ...]  # one for each dimension; "" if it is not split
 Segments = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FormulaOperand:
-    """Its words, the summand that it belongs to, and whether the operator is linear in it."""
+    """An operand: its words, the summand that it belongs to, and whether the operator is linear in
+    it."""
 
     words: Words
     summand: int
@@ -46,10 +47,10 @@ class FormulaOperand:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A formula on shapes: the words of every dimension, and of each word what must be divided.
+    """A formula on shapes: the word of every dimension, and the divisibility of each word.
 
-    `grain` is what the number of ranks divides when a word is split in even pieces; words in `even`
-    have dimensions of different sizes and are split in no other.
+    The number of ranks must divide `grain` to split a word into even pieces; words in `even` have
+    dimensions of different sizes and are split only evenly.
     """
 
     operands: tuple[Words, ...]
@@ -68,7 +69,7 @@ class Formula:
     @staticmethod
     @cache
     def parse(text: str) -> Formula:
-        """The formula that `text` is."""
+        """Parse a formula."""
         left, _, right = text.partition("->")
         operands = [
             FormulaOperand(tuple(factor.replace("!", " ").split()), index, "!" not in factor)
@@ -86,7 +87,7 @@ class Formula:
         """The formula on the shapes of operands and results; None where it does not fit.
 
         Operands that a call leaves out (a bias that is None) may be missing at the end. `sizes` are
-        words with a further number that must be divided with them (of groups, of heads).
+        words with a further number that must be divisible with them (of groups, of heads).
         """
         pairs = [(item.words, shape) for item, shape in zip(self.operands, shapes, strict=False)]
         pairs += zip(self.results, results, strict=True)
@@ -110,7 +111,7 @@ class Formula:
 def _words(words: Words, shape: Shape) -> Words | None:
     """A word for each dimension of `shape`; None where there are too many or too few.
 
-    A word with a star stands for all dimensions that the others leave.
+    A word with a star stands for all remaining dimensions.
     """
     named: list[str] = []
     for word in words:
@@ -134,7 +135,7 @@ class Rule:
 
     When a word of `formula` is split, the arguments of `sizes` become local: pairs of a word and an
     argument. A word of `means` is not summed but averaged over. `affine` says that the operator
-    adds a constant, so that summands do not pass. Pieces have `least` elements.
+    adds a constant, so that summands cannot pass through. Pieces have at least `least` elements.
     """
 
     formula: str
@@ -144,14 +145,14 @@ class Rule:
     least: int = 1
 
 
-Family = Callable[[NodeCall], Rule | None]  # the rule of operators that work alike
+Family = Callable[[NodeCall], Rule | None]  # the rule of a family of operators
 
 
 def replicated(call: NodeCall) -> tuple[Strategy, ...]:
     """Every rank computes the whole: with whole gradients (I), or with summands of them (R).
 
-    Both sides have the same type, for the backward is linear in the gradient that comes in: whole
-    gradients give whole ones, and summands give summands. Where there is no gradient, R stands for
+    Operands and results have the same type, as the backward is linear in the incoming gradient:
+    whole gradients give whole ones, and summands give summands. Without a gradient, R stands for
     both.
     """
     draws: Draws = "same" if is_random(call.node) else ""
@@ -168,8 +169,8 @@ def expand(
 ) -> Iterator[Strategy]:
     """The strategies of a rule on `n` ranks: splits of each word, then summands passed through.
 
-    `uneven` allows pieces of different sizes. `segments` are divisions of dimensions that are split
-    within each segment as well.
+    `uneven` allows pieces of different sizes. `segments` are divisions of dimensions that may also
+    be split within each segment.
     """
     formula = Formula.parse(rule.formula)
     named = [(word, size.whole) for word, size in rule.sizes]
@@ -203,7 +204,7 @@ def _split(
         [S(words.index(word), division) if word in words else None for words in side]
         for side in (bound.operands, bound.results)
     )
-    # Where a word is summed over, a summand of the formula without it counts once, as P.
+    # If a word is summed over, a summand without that word must count once: it is P.
     operands = zip(formula.operands, types, strict=False)
     split = {operand.summand for operand, placement in operands if placement is not None}
     choices = _linear_operands(formula, len(types), except_in=split) if contracted else [()]
@@ -230,7 +231,7 @@ def _linear_operands(
 
 
 def _summands(formula: Formula, call: NodeCall) -> Iterator[Strategy]:
-    """Summands in, summands out."""
+    """The strategies that pass summands through."""
     draws: Draws = "same" if is_random(call.node) else ""
     for chosen in _linear_operands(formula, len(call.operands), except_in=set()):
         inputs: tuple[Placement, ...] = tuple(

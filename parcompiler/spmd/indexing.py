@@ -8,7 +8,7 @@ from parcompiler.spmd.formula import Family, Rule
 
 
 def index_select(call: NodeCall) -> Rule:
-    """index_select: rows by their number; the rows that are picked may be split."""
+    """index_select: the selected rows may be split."""
     rank = len(call.shapes[0])
     if rank == 0:
         return Rule(", !i -> ")
@@ -31,7 +31,8 @@ def gather(call: NodeCall) -> Rule:
 
 
 def scatter(call: NodeCall) -> Rule:
-    """scatter: dimensions in which all agree; what is written replaces what stood there."""
+    """scatter: dimensions in which all agree; linear in old and written values unless it
+    reduces."""
     rank = len(call.shapes[0])
     listed = words(rank, call.dims("dim", rank))
     for place in range(rank):
@@ -46,7 +47,7 @@ def scatter(call: NodeCall) -> Rule:
 
 
 def index_add(call: NodeCall) -> Rule:
-    """index_add: what is added may be split by rows, for the rest counts once."""
+    """index_add: added rows may be split, as the other summand counts once."""
     rank = len(call.shapes[0])
     listed = words(rank, call.dims("dim", rank))
     dim = int(call.arguments["dim"]) % rank
@@ -56,7 +57,8 @@ def index_add(call: NodeCall) -> Rule:
 
 
 def index(call: NodeCall) -> Rule | None:
-    """x[..., indices, ...] with integers: what is not indexed, and the indices themselves."""
+    """x[..., indices, ...] with integers: dimensions that are not indexed, and those of the
+    indices."""
     if (indexing := _indices(call)) is None:
         return None
     places, indices, width = indexing
@@ -71,7 +73,7 @@ def index(call: NodeCall) -> Rule | None:
 
 
 def index_put(call: NodeCall) -> Rule | None:
-    """index_put: what is not indexed; when values are added up, by rows of them as well."""
+    """index_put: dimensions that are not indexed; if it accumulates, rows of the values as well."""
     indexing, value = _indices(call), call.operand("values")
     if indexing is None or value is None:
         return None
@@ -87,14 +89,14 @@ def index_put(call: NodeCall) -> Rule | None:
     values = " ".join([*kept[: places[0]], *inside, *kept[places[0] :]])
     listed = ", ".join("!" + " ".join(inside[width - len(shape) :]) for shape in indices)
     line = " ".join(before)
-    # Indices choose both what stays and what is written, so that they are of the second summand.
+    # Indices select both the kept and the written elements, so they belong to the second summand.
     return Rule(f"{line} + {listed}, {values} -> {line}")
 
 
 def _indices(call: NodeCall) -> tuple[list[int], list[Shape], int] | None:
     """The indexed dimensions, the shapes of the indices, and the dimensions that these make.
 
-    None for masks: how many elements they take is not known before.
+    None for masks, whose number of elements is not known in advance.
     """
     indices = [operand for operand in call.operands if operand.argument == "indices"]
     if any(operand.value.dtype.itemsize == 1 for operand in indices):

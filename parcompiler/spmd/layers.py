@@ -11,7 +11,7 @@ _PLANE = "*b (h) (w)"
 
 
 def matmul(call: NodeCall) -> Rule:
-    """Vectors, matrices, and batches of them that are matched from the last dimension."""
+    """Vectors, matrices, and batches of them with broadcasting."""
     left, right = (len(shape) for shape in call.shapes)
     if left == 1:
         return Rule("k, k -> " if right == 1 else "k, *b k n -> *b n")
@@ -19,7 +19,7 @@ def matmul(call: NodeCall) -> Rule:
 
 
 def product_plus(product: str, result: str) -> Family:
-    """addmm and the like: a product that is added to a tensor, which may lack dimensions."""
+    """addmm and the like: a product plus a tensor, which may lack dimensions."""
     names = result.split()
 
     def rule(call: NodeCall) -> Rule:
@@ -50,7 +50,7 @@ def einsum(call: NodeCall) -> Rule | None:
 
 
 def grouped_mm(call: NodeCall) -> Rule | None:
-    """Rows of several experts, each times the matrix of its own: rows and experts stay whole."""
+    """Rows of several experts, each times its expert's matrix: rows and experts stay whole."""
     if [len(shape) for shape in call.shapes] != [2, 3, 1]:
         return None
     return Rule("(t) k, (e) k n, !(e) -> (t) n")
@@ -77,7 +77,7 @@ def layer_norm(call: NodeCall) -> Rule:
 
 
 def batch_norm(call: NodeCall) -> Rule:
-    """Channels; in evaluation, when the statistics are given, all the rest too."""
+    """Channels; in evaluation, with given statistics, all other dimensions too."""
     trains = call.arguments.get("training", call.arguments.get("use_input_stats", True))
     listed = words(len(call.shapes[0]), range(len(call.shapes[0])) if trains else ())
     listed[1] = "c"
@@ -100,7 +100,7 @@ def prelu(call: NodeCall) -> Rule:
 def _with_channels(
     call: NodeCall, listed: list[str], channel: str, *sizes: tuple[str, SizeArgument]
 ) -> Rule:
-    """A tensor that others change channel by channel."""
+    """The rule of a tensor with other operands for each channel."""
     text = " ".join(listed)
     operands = [f"!{text}", *(f"!{channel}" for _ in call.operands[1:])]
     return Rule(f"{', '.join(operands)} -> {text}", sizes)
@@ -109,7 +109,7 @@ def _with_channels(
 def attention(call: NodeCall) -> Rule | None:
     """Over the batch, the heads (those of keys with theirs), rows, and value features.
 
-    Rows of a causal mask count from the first, so that they stay whole.
+    Causal masks depend on the number of a row, so rows stay whole.
     """
     grouped = bool(call.arguments.get("enable_gqa", False)) and len(call.shapes[0]) > 2
     rows = "(m)" if call.arguments.get("is_causal", False) else "m"
@@ -130,7 +130,7 @@ def embedding(call: NodeCall) -> Rule | None:
 
 
 def embedding_bag(call: NodeCall) -> Rule | None:
-    """The features; the other results only say where bags are."""
+    """The features; the other results only describe the bags."""
     if call.arguments.get("scale_grad_by_freq"):
         return None
     inputs = ["(v) h", "!(i)", "!(o)", "!(i)"][: len(call.operands)]

@@ -1,4 +1,4 @@
-"""How one value stands on the ranks of one mesh axis: `R`, `I`, `S(d)` or `P`.
+"""The placement of a value on the ranks of one mesh axis: `R`, `I`, `S(d)` or `P`.
 
 | type   | each rank holds              | the gradient that a rank holds                 |
 |--------|------------------------------|------------------------------------------------|
@@ -21,9 +21,9 @@ S(0: 8 4 4) (8, 32)
 True
 
 Rows of context ranks may be dealt `zigzag`, as two chunks from either end: `S(1 zigzag)`. Rows that
-each of these ranks has `sorted` for itself (`S(0 sorted)`) are its own ones in its own order, which
-nothing converts: they are no piece of the rows that one rank would sort. Counts of such rows are
-`P(0 sorted)`, for no other summands are those of the rank's rows.
+each of these ranks has `sorted` for itself (`S(0 sorted)`) are its own rows in its own order,
+without conversions: they are no piece of the rows that one rank would sort. Counts of such rows are
+`P(0 sorted)`, as other summands are not the counts of the rank's rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Kind = Literal["R", "I", "S", "P"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The type of a value on one axis; `dim`, not negative, and the rest are those of `S`."""
+    """The type of a value on one axis; `dim` (not negative) and the other fields belong to `S`."""
 
     kind: Kind
     dim: int = -1
@@ -130,7 +130,7 @@ def resized(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     >>> resized(torch.empty(4, 6, device="meta").t(), (3, 4)).stride()
     (1, 3)
     """
-    strides, step = [0] * value.dim(), 1  # 0 stays 0: such a dimension takes no memory
+    strides, step = [0] * value.dim(), 1  # stride 0 stays 0: an expanded dimension
     for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), -dim)):
         if value.stride(dim):
             strides[dim] = step

@@ -1,11 +1,12 @@
-"""A rewriting in which layers that are alike become copies of what the first of them became.
+"""A rewriting that rewrites the first of several equal layers, and copies the result for the
+others.
 
     whole     h.0: norm, linear, + │ h.1: norm, linear, + │ h.2: norm, linear, +
     made      norm, fan_out, …     │ norm, fan_out, …     │ copies of what h.1 became
                      (its input is of another type)
 
-To decide what becomes of a node takes three times as long as to copy that, and large models have a
-hundred equal layers.
+Rewriting a node takes three times as long as copying the result, and large models have a hundred
+equal layers.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from parcompiler.graph import Block, Graph
 
 
 class Origin(NamedTuple):
-    """What a new node is named after, with a suffix where it stands for no node of the whole; and
-    the node in whose module it is then, if it is more than the product of one."""
+    """The node that a new node is named after, with a suffix if it replaces no node of the whole;
+    then also the node whose module it is in, if that is another one."""
 
     node: fx.Node
     suffix: str = ""
@@ -34,20 +35,20 @@ class Origin(NamedTuple):
 
 
 class RepeatedRewriting(Rewriting):
-    """A rewriting that notes where new nodes come from, and repeats what became of a layer."""
+    """A rewriting that notes the origins of new nodes, and can repeat the result of a layer."""
 
     def __init__(self, whole: Graph) -> None:
         super().__init__(whole)
         self.origins: dict[fx.Node, Origin] = {}  # in the order of the new nodes
 
     def made_since(self, count: int) -> list[fx.Node]:
-        """The new nodes behind the first so many."""
+        """The new nodes after the first `count`."""
         return list(islice(self.origins, count, None))
 
     def repeat(
         self, made: Sequence[fx.Node], before: Sequence[fx.Node], nodes: Sequence[fx.Node]
     ) -> None:
-        """Copy the nodes `made` of the nodes `before` as those of others, which are alike."""
+        """Copy `made`, the new nodes of the layer `before`, as those of an equal layer `nodes`."""
         read = [*outside(before)], [*outside(nodes)]
         twin = dict(zip((*read[0], *before), (*read[1], *nodes), strict=True))
         copies = {self.nodes[a]: self.nodes[b] for a, b in zip(*read, strict=True)}
@@ -59,7 +60,7 @@ class RepeatedRewriting(Rewriting):
             known, given = base.meta, node.meta
             if module is not None:
                 known, given = place(module, base), place(twin[module], node)
-            # What it has not from its origin follows from shapes and types.
+            # Entries not from its origin follow from shapes and types.
             more = {key: value for key, value in old.meta.items() if known.get(key) is not value}
             new.meta = {**given, **more}
             copies[old] = self.name(new, node.name + suffix, carries=carries) if suffix else new

@@ -1,10 +1,10 @@
-"""Rows that context ranks deal zigzag: those of causal attention, of which later ones cost more.
+"""Rows dealt zigzag to context ranks: those of causal attention, where later rows cost more.
 
     rows of attention    0 ── 1 ── 2 ── 3 ── 4 ── 5 ── 6 ── 7        chunks, as dealt to 4 ranks
     on rank              0    1    2    3    3    2    1    0
 
-A rank has a chunk from either end, so that all ranks attend to as many keys (Llama 3, arXiv
-2407.21783, section 3.3.2). What a rank computes besides does not depend on which rows it has.
+A rank has a chunk from either end, so that all ranks attend to equally many keys (Llama 3, arXiv
+2407.21783, section 3.3.2). Other computations do not depend on which rows a rank has.
 
 >>> from parcompiler.spmd.placement import R, S
 >>> linear, shapes = Strategy((S(1), R), (S(1),)), ((2, 16, 4), (4, 4), (2, 16, 4))
@@ -27,7 +27,7 @@ from parcompiler.spmd.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class SortedNode:
-    """A node with rows of `tokens` tokens that each rank sorts for itself, sorted or not (see
+    """A node with rows of `tokens` tokens, sorted or not, which each rank sorts for itself (see
     `sorting`). In its `strategy`, `S(0)` are pieces as the tokens are dealt."""
 
     strategy: Strategy
@@ -36,8 +36,8 @@ class SortedNode:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is known of a graph's rows: the lengths of the sequences that are dealt zigzag, and the
-    nodes that compute with rows in the order of each rank."""
+    """Facts about a graph's rows: the lengths of the sequences that are dealt zigzag, and the nodes
+    that compute with rows in each rank's own order."""
 
     causal: frozenset[int]
     sorting: Mapping[fx.Node, SortedNode] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def is_zigzag(size: int, rows: Rows | None, n: int) -> bool:
 
 def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> Strategy | None:
     """A strategy with its rows dealt zigzag to `n` ranks; `shapes` are those of operands and
-    results. None where one side has such rows and another has not: their pieces differ."""
+    results. None if only some of them have such rows, as their pieces would differ."""
     types = *strategy.inputs, *strategy.outputs
     split = [(t, s) for t, s in zip(types, shapes, strict=True) if t.kind == "S"]
     found = {
@@ -70,7 +70,7 @@ def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> S
     }
     if found != {True}:
         return strategy if len(found) < 2 else None
-    if strategy.special not in ("", "causal rows", "ring", "own rows"):  # heads, as many as rows
+    if strategy.special not in ("", "causal rows", "ring", "own rows"):  # heads like rows
         return None
 
     def dealt(side: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -69,9 +69,9 @@ def strategies(
     `differentiable` are the names of the nodes that carry gradients (`Graph.differentiable`; all
     floating ones when it is not given). `uneven` allows pieces that differ by an element, for
     dimensions that `n` does not divide. `segments` are divisions of dimensions that may be split
-    within each segment (`segments.segmentations` finds those that a graph makes). The one input of
-    an item of several results is that result. On the context axis, where `rows` are given (see
-    `rows`), every rank has a summand of whatever gradient is not in pieces (`R`).
+    within each segment (`segments.segmentations` finds those that a graph makes). The input of an
+    item of several results is that result. On the context axis, where `rows` are given (see
+    `rows`), every rank has a summand of any gradient that is not in pieces (`R`).
     """
     call = read(node, differentiable)
     if n == 1 or not call.is_plain:
@@ -84,7 +84,7 @@ def strategies(
         possible += discovered(call, n)
     possible += special_strategies(call, n, uneven=uneven, segments=segments, rows=rows)
     possible += segment_strategies(call, n, segments)
-    if node.meta.get("arriving"):  # rows of which each expert rank has another number
+    if node.meta.get("arriving"):  # rows whose number differs between expert ranks
         possible = [x for x in possible if all((o.kind, o.dim) != ("S", 0) for o in x.outputs)]
     if rows is not None:
         shapes = *call.shapes, *call.result_shapes
@@ -92,7 +92,7 @@ def strategies(
         possible = [x for x in dealt if x is not None]
         if item := rows.sorting.get(node):
             possible += sorted_by_ranks(item, shapes, segments, rows, n)
-    updated = written(call)  # in place: such an operand has the type of the result that it becomes
+    updated = written(call)  # in place: such an operand has the type of its result
     return tuple(
         strategy
         for strategy in dict.fromkeys(possible)
@@ -102,14 +102,14 @@ def strategies(
 
 
 def is_unknown(call: NodeCall) -> bool:
-    """Whether no rule is written for an operator. What the runtime does is not tried out: it is
-    another thing with other ranks."""
+    """Whether no rule is written for an operator. Calls of the runtime are not tried, as they
+    depend on other ranks."""
     of_runtime = isinstance(call.node.target, RuntimeCall)
     return call.base not in RULES and not call.is_item and not of_runtime
 
 
 def written_rule(call: NodeCall) -> Rule | None:
-    """The written rule of a call; None where there is none, or none for such arguments."""
+    """The written rule of a call; None if there is none for it, or for these arguments."""
     if call.is_item:
         return Rule("*x -> *x")
     rule = RULES.get(call.base)

@@ -1,7 +1,7 @@
 """Nodes of a sharded graph that call functions of `parcompiler.runtime`, and local sizes.
 
-The compiler does not import the runtime: it knows the names of its functions, what they send, and
-the shapes of what they return.
+The compiler does not import the runtime: it knows the names of its functions, the bytes they send,
+and the shapes they return.
 
 >>> call = RuntimeCall("all_reduce")
 >>> call, call.__name__
@@ -44,7 +44,7 @@ class Piece(int):
 
 
 def local_size(whole: int, n: int) -> int:
-    """How many of `whole` elements a rank holds: a number, or one that ranks find themselves."""
+    """The number of `whole` elements on a rank: equal on all, or a `Piece`."""
     return whole // n if whole % n == 0 else Piece(whole, n)
 
 
@@ -52,8 +52,8 @@ def local_size(whole: int, n: int) -> int:
 class RuntimeCall:
     """The target of a node that calls the function `name` of the runtime.
 
-    `shares` says that the result may lie in the memory of its first operand. `likeness` computes
-    something of the same shapes and about the same cost on one rank.
+    `shares` says that the result may lie in the memory of its first operand. `likeness` computes a
+    result of the same shape at about the same cost without other ranks.
     """
 
     name: str
@@ -61,7 +61,7 @@ class RuntimeCall:
     likeness: Callable[..., Any] | None = field(default=None, compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result on one rank, of calls that need no other."""
+        """The likeness, for calls that have one."""
         if self.likeness is None:
             message = f"{self!r} runs on a rank"
             raise NotImplementedError(message)
@@ -81,8 +81,8 @@ class RuntimeCall:
 class NodeCollectives:
     """Collectives of a node among the `n` ranks of an axis: its `meta["exchange"]`.
 
-    The numbers of these ranks are `apart` from one another. Collectives `within` a call run beside
-    the kernels of all its steps but one, each beside one step.
+    The numbers of neighbours among these ranks differ by `apart`. Collectives `within` a call run
+    beside its kernels: one beside each step but one.
     """
 
     n: int
@@ -122,9 +122,9 @@ def is_same(source: Placement, target: Placement, *, carries: bool) -> bool:
 def conversion_call(
     source: Placement, target: Placement, shape: Shape, nbytes: int, n: int, *, carries: bool
 ) -> tuple[RuntimeCall, tuple[Any, ...], Mapping[str, Any], NodeCollectives]:
-    """The call that converts a value of `shape` (whole), where something needs to be done.
+    """The call that converts a value of (whole) `shape`; there must be something to do.
 
-    Returns it with its arguments behind the value, its keywords, and its collectives. `carries`
+    Returns the call, its arguments after the value, its keywords, and its collectives. `carries`
     says that a gradient comes back.
     """
     assert not is_same(source, target, carries=carries), f"{source} is {target} already"

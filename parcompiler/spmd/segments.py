@@ -1,4 +1,4 @@
-"""Splits of a dimension within its segments, where it is taken apart or put together.
+"""Splits of a dimension within its segments, for nodes that split or concatenate it.
 
 rows of a fused projection   q q q q k k k k v v v v
 on rank 0 of 2               q q     k k     v v        split -> q q, k k, v v
@@ -23,7 +23,7 @@ _JOINS = ("cat", "concat", "concatenate")
 
 
 def segmentations(nodes: Iterable[fx.Node], axis: str = "tensor") -> tuple[Segments, ...]:
-    """The divisions of dimensions that some nodes make: what `strategies` is to try.
+    """The divisions of dimensions made by some nodes, for `strategies` to try.
 
     Slices count when those of one value make up a whole dimension. On the context axis rows of a
     batch that are flattened into one dimension are segments of it.
@@ -49,7 +49,7 @@ def segmentations(nodes: Iterable[fx.Node], axis: str = "tensor") -> tuple[Segme
 
 
 def segment_strategies(call: NodeCall, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
-    """The strategies of split, chunk, slice and cat that split the dimension that they divide."""
+    """The strategies of split, chunk, slice and cat that split the dimension they work along."""
     divisible = [division for division in segments if all(part % n == 0 for part in division)]
     if call.base in _SPLITS:
         yield from _split(call, n, divisible)
@@ -62,8 +62,8 @@ def segment_strategies(call: NodeCall, n: int, segments: Sequence[Segments]) -> 
 
 
 def _merged(call: NodeCall) -> Segments:
-    """The segments of a view's one dimension that are the rows of the other side's first; () of
-    other calls.
+    """For a view that flattens [samples, rows, ...] or back, the segments of the flat dimension,
+    one for each sample; () for other calls.
 
     [4, 16, 8] -> [64, 8]    16, 16, 16, 16
     """
@@ -76,7 +76,7 @@ def _merged(call: NodeCall) -> Segments:
 
 
 def _flattened(call: NodeCall, merged: Segments) -> Iterator[Strategy]:
-    """A view that flattens rows of several samples, or takes them apart."""
+    """A view that flattens rows of several samples, or back."""
     (before,), (after,) = call.shapes, call.result_shapes
     joins = len(before) > len(after)
     inputs, outputs = (S(1),), (S(0, merged),)
@@ -129,7 +129,7 @@ def _cat(call: NodeCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
 
 
 def _slice(call: NodeCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
-    """A slice that is some of the segments of its operand."""
+    """A slice that takes some of the segments of its operand."""
     dim, start, end = _taken(call)
     size = call.shapes[0][dim]
     if int(call.arguments.get("step", 1)) != 1 or end - start == size:

@@ -1,17 +1,17 @@
-"""A graph, and a strategy for each node -> the graph of what one rank of the axis computes.
+"""A graph, and a strategy for each node -> the graph of one rank of the axis.
 
     whole     x ──► linear ──► gelu ──► linear ──► +            weights [64, 16] and [16, 64]
     sharded   x ──► fan_out ──► linear ──► gelu ──► linear ──► all_reduce ──► +
                                [32, 16]           [16, 32]
 
 The result is an ordinary graph: its nodes have the names, sources and modules of the whole's, local
-shapes and sizes, and between a value and who needs it otherwise stands the call of the runtime that
-converts it, once for each layer. What layers read that is made outside of them (embeddings) is
-converted there when all need it alike, so that the first layer is like the others.
+shapes and sizes, and where a reader needs another placement, a call of the runtime converts the
+value, once for each layer. A value from outside of layers (embeddings) is converted where it is
+made if all readers need the same, so that the first layer is like the others.
 
 Where pieces differ in size the shapes are those of rank 0, which has the largest, and sizes are
-`Piece`s. A node that is sharded has `meta["placements"]`, a value that is has `meta["whole"]`; what
-exchanges something has `meta["exchange"]`.
+`Piece`s. Sharded nodes have `meta["placements"]`, sharded values `meta["whole"]`, and nodes with
+collectives `meta["exchange"]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from parcompiler.spmd.sorting import OWN_ORDER, rows_of
 from parcompiler.spmd.special import special_call
 from parcompiler.spmd.strategy import Strategy, localized
 
-# Whatever order in memory their operands have, results are in that of their dimensions.
+# Operators whose results are contiguous whatever the memory order of their operands.
 ORDERED = frozenset({"linear", "embedding", "layer_norm", "native_layer_norm", "contiguous"})
 Assignment = Mapping[fx.Node, Strategy]
 Types = tuple[Placement, ...]  # of the tensors that a node yields
@@ -51,10 +51,10 @@ def shard(
 ) -> Graph:
     """The graph of one of `n` ranks of an axis when every node has the strategy of `assignment`.
 
-    Of the context axis, whose ranks' numbers are `apart`, every rank holds parameters whole, with a
-    summand of their gradients. A node without one takes its operands as they come, or whole. On the
-    tensor axis a parameter is held in pieces when all who read it want the same pieces, else whole.
-    The loss must be I, P or S; on the context axis it may be R.
+    On the context axis (numbers of neighbours differ by `apart`) every rank holds parameters whole,
+    with a summand of their gradients. A node without a strategy takes its operands as they are, or
+    whole. On the tensor axis a parameter is held in pieces if all readers need the same pieces,
+    else whole. The loss must be I, P or S; on the context axis it may be R.
     """
     return _Sharding(graph, assignment, n, axis, apart).graph()
 
@@ -82,7 +82,7 @@ def stored(graph: Graph, assignment: Assignment, axis: str = "tensor") -> dict[f
 
 
 class _Sharding(RepeatedRewriting):
-    """The rewriting of one graph, node after node, and layer after layer where they are alike."""
+    """The rewriting of one graph, node by node; equal layers are copied."""
 
     def __init__(self, graph: Graph, assignment: Assignment, n: int, axis: str, apart: int) -> None:
         super().__init__(graph)
@@ -98,8 +98,8 @@ class _Sharding(RepeatedRewriting):
         self.converted: dict[tuple[Any, ...], fx.Node] = {}
         self.parameters: dict[str, Parameter] = {}
         self.pieces: dict[tuple[Any, ...], torch.Tensor] = {}
-        # What a rank may have in memory in another order than the whole graph: no view of it by
-        # sizes need be possible.
+        # Values whose memory order on a rank may differ from the whole graph's: views of them by
+        # sizes may be impossible.
         self.reordered: set[fx.Node] = set()
         self.shared = frozenset(graph.vocabulary.nodes) if graph.vocabulary else frozenset()
         self.made_of: dict[Hashable, tuple[Sequence[fx.Node], list[fx.Node]]] = {}  # by likeness
@@ -129,12 +129,12 @@ class _Sharding(RepeatedRewriting):
         )
 
     def _repeatable(self) -> list[Block]:
-        """The layers that may be copies of others."""
+        """The layers that may be copies of earlier ones."""
         found = layers(self.whole, self.home, self.outside | self.shared)
         return [block for block in found if self.assignment.keys() >= {*block.nodes}]
 
     def _layer(self, block: Block) -> None:
-        """All nodes of a layer, copied from one before that is alike and reads what is alike."""
+        """Rewrite a layer: copied from an earlier one with equal likeness if there is one."""
         key = self._likeness(block)
         if key in self.made_of:
             before, made = self.made_of[key]
@@ -150,8 +150,8 @@ class _Sharding(RepeatedRewriting):
             self.made_of[key] = block.nodes, self.made_since(count)
 
     def _likeness(self, block: Block) -> Hashable | None:
-        """All that decides what becomes of the nodes of a layer; None where too little is known, or
-        what it reads is updated in place."""
+        """A key of all that determines the result of a layer; None if too little is known, or an
+        operand is updated in place."""
         read = [*outside(block.nodes)]
         values = form(read)
         if values is None or any(map(self._is_updated, read)):
@@ -161,7 +161,7 @@ class _Sharding(RepeatedRewriting):
         )
         exchanges = (node.meta.get("exchange") for node in block.nodes)
         carrying = (node.name in self.whole.differentiable for node in block.nodes)
-        # Strategies by identity: to compare them takes long, and equal layers have the same ones.
+        # Strategies by identity: comparing them is slow, and equal layers share them.
         chosen = (id(self.assignment[node]) for node in block.nodes)
         return block.template, values, *map(tuple, (there, exchanges, carrying, chosen))
 
@@ -190,7 +190,8 @@ class _Sharding(RepeatedRewriting):
             self.parameters[item.name] = item
 
     def _node(self, node: fx.Node) -> None:
-        """One call: its operands as the strategy needs them, then what a rank computes."""
+        """Rewrite a call: convert its operands as the strategy needs them, then add the rank's
+        call."""
         call = call_of(node, self.whole)
         if call.is_item and call.results:
             self._item(node, call)
@@ -228,7 +229,7 @@ class _Sharding(RepeatedRewriting):
             self._convert_early(node)
 
     def _first(self, numbers: fx.Node, placement: Placement, user: fx.Node) -> fx.Node:
-        """Of the numbers of all rows as many as a rank has."""
+        """Cut the numbers of all rows to the number of a rank's rows."""
         (size,) = local_shape(shape_of(user), placement, self.n)
         meta = place(user) | {"val": resized(numbers.meta["val"], (size,))}
         args, name = (numbers, 0, 0, size), f"{user.name}_numbers"
@@ -251,7 +252,7 @@ class _Sharding(RepeatedRewriting):
             self._convert_early(node)
 
     def _item(self, node: fx.Node, call: NodeCall) -> None:
-        """One of several results: of the type that it has there, or converted to another."""
+        """One of several results, converted if its strategy has another type."""
         of, index = node.args
         assert isinstance(of, fx.Node)
         assert isinstance(index, int)
@@ -264,19 +265,19 @@ class _Sharding(RepeatedRewriting):
             self._replace(node, made, strategy.inputs)
 
     def _convert_early(self, node: fx.Node) -> None:
-        """Convert a value that layers read where it is made, if all who read it need it alike."""
+        """Convert a value that other layers read where it is made, if all readers need the same."""
         elsewhere = any(self.home.get(user) != self.home[node] for user in node.users)
         is_one = isinstance(node.meta["val"], torch.Tensor) and not self._is_updated(node)
         if not elsewhere or not is_one or (need := self._common_need(node)) is None:
             return
         target, carries = need
-        # What each layer uses for its part of the work fans out there, as in Megatron-LM.
+        # Values that each layer uses for its part of the work fan out there, as in Megatron-LM.
         if target.kind == "S" or not self.types[node][0].is_whole:
             made = self._converted(node, target, node, carries=carries)
             self._replace(node, made, (target,))
 
     def _replace(self, node: fx.Node, converted: fx.Node, types: Types) -> None:
-        """Let a conversion stand for a value from now on."""
+        """Use a conversion in place of a value from now on."""
         if converted is not self.nodes[node] and not _is_ordered(node):
             self.reordered.add(node)
         self.nodes[node], self.types[node] = converted, types
@@ -286,8 +287,8 @@ class _Sharding(RepeatedRewriting):
         return self.effects.root(node) in self.effects.writers
 
     def _common_need(self, node: fx.Node) -> tuple[Placement, bool] | None:
-        """The type that all readers of a node need, and whether a gradient comes back; None where
-        they differ, or one has no strategy."""
+        """The type that all readers of a node need, and whether a gradient comes back; None if they
+        differ, or one has no strategy."""
         needs: set[tuple[Placement, bool]] = set()
         for user in node.users:
             strategy = self.assignment.get(user)
@@ -315,7 +316,7 @@ class _Sharding(RepeatedRewriting):
         strategy: Strategy,
         local: Mapping[tuple[str, int | None], fx.Node],
     ) -> fx.Node:
-        """The call of a rank."""
+        """The rank's call for a node."""
         values = {name: self._argument(name, x, local) for name, x in call.arguments.items()}
         arguments = localized(values, strategy.sizes, lambda whole: local_size(whole, self.n))
         if strategy.special not in ("", OWN_ORDER):
@@ -337,7 +338,7 @@ class _Sharding(RepeatedRewriting):
         return made
 
     def _share_exchange(self, node: fx.Node, strategy: Strategy, made: fx.Node) -> None:
-        """Let ranks exchange along another axis no more than their pieces."""
+        """Reduce an exchange along another axis to the rank's piece."""
         before = node.meta.get("exchange")
         if before is None or made.meta["exchange"] is not before or not strategy.outputs:
             return
@@ -364,7 +365,7 @@ class _Sharding(RepeatedRewriting):
         """Let each rank draw the random numbers of its own piece."""
         if strategy.draws != "own" or not is_random(call.node):
             return
-        attends = "attention" in call.name  # it draws for the scores, which queries have rows of
+        attends = "attention" in call.name  # it draws for scores, whose rows are those of queries
         placement = strategy.inputs[0] if attends else strategy.outputs[0]
         if placement.kind != "S":
             return
@@ -385,20 +386,20 @@ class _Sharding(RepeatedRewriting):
         return scaled
 
     def _record(self, node: fx.Node, made: fx.Node, types: Types) -> fx.Node:
-        """Note what stands for a node of the whole."""
+        """Note the replacement of a node of the whole."""
         self.types[node] = types
         self.origins[made] = Origin(node)
         self._describe(self.keep(node, made), node, types)
         return made
 
     def _describe(self, made: fx.Node, node: fx.Node, types: Types) -> None:
-        """Give a node the shapes that rank 0 has."""
+        """Give a node the shapes on rank 0."""
         whole = node.meta.get("val")
         if isinstance(whole, torch.Tensor):  # as nearly all are
             made.meta["val"] = self._piece(whole, types[0] if types else R)
         else:
             made.meta["val"] = self._pieces(whole, types)
-        if self.axis != "tensor":  # pieces of it are of one size: local shapes say all
+        if self.axis != "tensor":  # its pieces have one size: local shapes suffice
             made.meta["rows"] = types
             return
         made.meta["placements"] = types
@@ -406,7 +407,7 @@ class _Sharding(RepeatedRewriting):
             made.meta["whole"] = whole
 
     def _pieces(self, values: Any, types: Types) -> Any:
-        """The tensors among several results as rank 0 has them."""
+        """Several results, with the tensors as on rank 0."""
         remaining = iter(types)
 
         def local(leaf: Any) -> Any:
@@ -415,7 +416,7 @@ class _Sharding(RepeatedRewriting):
         return pytree.tree_map(local, values)
 
     def _piece(self, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-        """A tensor without data as rank 0 has it; one for all layers, as making them takes long."""
+        """A tensor without data as on rank 0, cached for all layers, as making it is slow."""
         if placement.kind != "S":
             return value
         key = value.shape, value.stride(), value.dtype, value.device, type(value), placement
@@ -427,7 +428,7 @@ class _Sharding(RepeatedRewriting):
     def _converted(
         self, node: fx.Node, target: Placement, user: fx.Node, *, carries: bool
     ) -> fx.Node:
-        """A value as `user` needs it; all users in one layer share it."""
+        """A value converted as `user` needs it; shared by all users in one layer."""
         (source,) = self.types[node]
         made = self.nodes[node]
         carries = carries and made.name in self.carrying
@@ -469,7 +470,7 @@ class _Sharding(RepeatedRewriting):
 
 
 def _is_ordered(node: fx.Node) -> bool:
-    """Whether a value is in memory in the order of its dimensions, if its sizes are known."""
+    """Whether a value is contiguous; True if its sizes are not known."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
         return True
@@ -490,10 +491,10 @@ def _layers(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
 
 
 def _local_parameter(item: Parameter, placement: Placement, n: int) -> Parameter:
-    """A tensor of the model of which `n` ranks hold pieces."""
+    """A tensor of the model as the piece of one of `n` ranks."""
     shard = shard_of(placement, item.shape[placement.dim])
     shape = list(item.shape)
-    # Segments are split evenly, a dimension without them perhaps not.
+    # Segments are always split evenly, whole dimensions not.
     parts = [local_size(size, n) for size in shard.sizes]
     shape[placement.dim] = parts[0] if len(parts) == 1 else sum(parts)
     return dataclasses.replace(item, shape=tuple(shape), shard=shard)
@@ -508,7 +509,7 @@ def _names(target: torch._ops.OpOverload) -> tuple[str, ...]:
 def _arguments(
     node: fx.Node, arguments: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name, as the node passes them: by place, and by keyword."""
+    """Arguments by name, as the node passes them: by position or by keyword."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         names: Sequence[str] = _names(target)

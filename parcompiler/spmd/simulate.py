@@ -1,7 +1,7 @@
-"""A strategy carried out on simulated ranks, and compared with the operator on the whole.
+"""Runs a strategy on simulated ranks, and compares it with the operator on whole values.
 
-Every rank computes with the operands and gets the gradients that the types say; put together by
-type, values and gradients must be those of the whole.
+Every rank gets operands and incoming gradients according to their types; values and gradients of
+all ranks, combined by type, must equal those of the whole.
 
 >>> from parcompiler.spmd.placement import P, R, S
 >>> call = example(torch.ops.aten.mm.default, torch.ones(2, 4).double(), torch.ones(4, 3).double())
@@ -31,7 +31,7 @@ TOLERANCE = 1e-9
 
 
 def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> NodeCall:
-    """A call of an operator on real tensors, as the node of a graph would be read.
+    """A call of an operator on real tensors, in the form of a graph's node.
 
     Gradients go to the tensors that require them; to all floating ones when none does.
     """
@@ -55,14 +55,14 @@ def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> NodeCall:
 
 
 def faults(call: NodeCall, strategy: Strategy, n: int, size: float = 1.0) -> tuple[str, ...]:
-    """The faults of a strategy on the values of `call` and random gradients of about `size`; none
-    when it is right.
+    """The faults of a strategy on the values of `call` and random gradients of about `size`; empty
+    if it is right.
 
-    Strategies that draw other numbers on each rank are not carried out, nor special ones.
+    Strategies that draw different numbers on each rank are not run, nor special ones.
     """
     if strategy.draws == "own" or strategy.special:
         return ()
-    with torch.random.fork_rng(devices=[]):  # torch.manual_seed would seed other devices for good
+    with torch.random.fork_rng(devices=[]):  # torch.manual_seed would also seed other devices
         torch.default_generator.manual_seed(0)
         return tuple(_faults(call, strategy, n, size))
 
@@ -80,7 +80,7 @@ def _faults(call: NodeCall, strategy: Strategy, n: int, size: float) -> Iterator
     ]
     values = (*_values(call), *call.results)
     steps = [torch.finfo(value.dtype).eps for value in values if is_floating(value)]
-    tolerance = max([TOLERANCE, *(1e3 * step for step in steps)])  # some have less than double
+    tolerance = max([TOLERANCE, *(1e3 * step for step in steps)])  # some dtypes are below double
     wrong = f"of {strategy} differs from the whole"
     for place, placement in enumerate(strategy.outputs):
         parts = [results[place] for results in computed]
@@ -115,7 +115,8 @@ def attempt(call: NodeCall, inputs: Sequence[Placement], n: int) -> list[list[to
 
 
 def dealt(value: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
-    """The part of a value on each rank: the whole, its piece, or a random summand as large."""
+    """The part of a value on each rank: the whole, a piece, or a random summand of its
+    magnitude."""
     if placement.kind == "S":
         return [take(value, placement, n, rank).clone() for rank in range(n)]
     if placement.kind == "P":
@@ -128,7 +129,7 @@ def dealt(value: torch.Tensor, placement: Placement, n: int) -> list[torch.Tenso
 def agrees(
     parts: Values, placement: Placement, whole: torch.Tensor, tolerance: float = TOLERANCE
 ) -> bool:
-    """Whether what ranks hold is the whole when it is put together by type."""
+    """Whether the parts of the ranks, combined by type, equal the whole."""
     if placement.kind == "S":
         return _same(join(parts, placement), whole, tolerance)
     if placement.kind == "P":
@@ -137,7 +138,7 @@ def agrees(
 
 
 def _dual(placement: Placement) -> Placement:
-    """How the gradient of a value stands: in summands for R, whole for P."""
+    """The placement of a value's gradient: summands for R, whole for P."""
     return {R: P, P: I, I: I}.get(placement, placement)
 
 
@@ -163,7 +164,7 @@ def _leaves(call: NodeCall, values: Values) -> list[torch.Tensor]:
 def _gradients(
     results: Values, leaves: Values, incoming: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """The gradients of the leaves that have one, from those that come to the results."""
+    """The gradients of the leaves that have one, from those of the results."""
     pairs = zip(results, incoming, strict=True)
     coming = [(result, gradient) for result, gradient in pairs if gradient is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -193,7 +194,8 @@ def run(
     strategy: Strategy | None = None,
     place: tuple[int, int] = (1, 0),
 ) -> Any:
-    """The call on whole values; with a strategy, on what one rank (`n`, `rank`) holds."""
+    """The call on whole values; with a strategy, on the values of one rank; `place` is (n,
+    rank)."""
     arguments = filled(call, values)
     if strategy is None:
         return _invoke(call.node.target, arguments)
@@ -221,7 +223,7 @@ def filled(call: NodeCall, values: Values) -> dict[str, Any]:
 
 
 def _invoke(target: Any, arguments: Mapping[str, Any]) -> Any:
-    """Call an operator with arguments by name, or a function with those by number."""
+    """Call an operator with arguments by name, or a function with numbered ones."""
     if not isinstance(target, torch._ops.OpOverload):
         placed = [value for name, value in arguments.items() if name.isdigit()]
         return target(*placed, **{k: v for k, v in arguments.items() if not k.isdigit()})

@@ -4,13 +4,13 @@
     experts of [b a a b c a]    of [b a a]    of [b c a]      S(0)         as tokens are dealt
     sort         a a a b b c    a a b         a b c           S(0 sorted)
     row of each  1 2 5 0 3 4    1 2 0         2 0 1           S(0 sorted)  numbers of own rows
-    ends of each 3 5 6          2 3 3         1 2 3           P(0 sorted)  of own rows; they add up
+    ends of each 3 5 6          2 3 3         1 2 3           P(0 sorted)  summands of own rows
     products     by expert      of own rows                   S(0 sorted)
     and back     rows[inverse]                                S(0)
 
-What experts make of a row depends on that row alone, so that a rank may sort its own. The numbers
-of rows are then those of its own, which no rule of one operator can know: such parts of a graph
-are found whole, from the sort to the rows in their first order, and offered to the programme.
+The output of experts for a row depends on that row alone, so that a rank may sort its own rows. Row
+numbers are then local, which no rule of a single operator can express: such parts of a graph are
+found as a whole, from the sort to the rows in their original order, and offered to the programme.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from parcompiler.spmd.segments import VIEWS
 from parcompiler.spmd.strategy import SizeArgument, Strategy
 from parcompiler.spmd.views import SIZE_ARGUMENTS
 
-OWN_ORDER = "own order"  # numbers are written for as many rows as a rank has
+OWN_ORDER = "own order"  # numbers are generated for the rank's own rows
 PIECE = S(0)
 SORTED = replace(PIECE, sorted=True)
-COUNTS = replace(P, dim=0, sorted=True)  # no other summands are those of the rank's own rows
+COUNTS = replace(P, dim=0, sorted=True)  # other summands are not counts of the rank's rows
 SUMS = ("cumsum", *CASTS)
 
 
 def rows_of(graph: Graph, axis: str) -> Rows | None:
-    """What is known of the rows of a graph; None on the tensor axis."""
+    """Facts about the rows of a graph; None on the tensor axis."""
 
     def found() -> Rows:
         return Rows(frozenset(causal_lengths(graph)), _sorting(graph))
@@ -57,11 +57,11 @@ def _sorting(graph: Graph) -> Mapping[fx.Node, SortedNode]:
 
 
 class _Sorted:
-    """What is computed with the rows of one sort.
+    """The nodes that compute with the rows of one sort.
 
-    `kinds` has of each value what its elements are: `rows` by expert (and the experts themselves),
-    the `order` in which they are sorted, the `tokens` of which they are, `counts` by expert, the
-    `inverse` of the order, memory for that (`blank`); and rows `back` in their first order.
+    `kinds` tells what the elements of each value are: `rows` by expert (and the experts
+    themselves), the sorting `order`, the `tokens` of the rows, `counts` by expert, the `inverse` of
+    the order, memory for that (`blank`), and rows `back` in their original order.
     """
 
     def __init__(self, graph: Graph, sort: fx.Node) -> None:
@@ -71,7 +71,7 @@ class _Sorted:
         self.strategies: dict[fx.Node, Strategy] = {}
 
     def nodes(self) -> Mapping[fx.Node, SortedNode]:
-        """The nodes with their strategies; none where one of them needs the rows of all ranks."""
+        """The nodes with their strategies; none if one of them needs the rows of all ranks."""
         call = call_of(self.sort, self.graph)
         if [len(shape) for shape in call.shapes] != [1] or call.operands[0].differentiable:
             return {}
@@ -87,8 +87,8 @@ class _Sorted:
         return {node: SortedNode(x, self.tokens) for node, x in self.strategies.items()}
 
     def _in_pieces(self, node: fx.Node) -> bool:
-        """Whether rows that are not sorted can be in pieces as their tokens are: from the view that
-        makes them of the choices of every token."""
+        """Whether unsorted rows can be in pieces like their tokens: from the view that makes them
+        from the choices of every token."""
         if node in self.strategies:
             return node not in self.kinds or self.kinds[node] == "back"
         if node.op != "call_function":
@@ -101,14 +101,14 @@ class _Sorted:
         return self._each_row(call, PIECE, ())
 
     def _joins(self, call: NodeCall) -> bool:
-        """Whether a view makes rows [tokens · k] of the choices [tokens, k], for the same tokens as
-        all others do."""
+        """Whether a view makes rows [tokens · k] from choices [tokens, k], with the same number of
+        tokens as all others."""
         (before,), (after,) = call.shapes, call.result_shapes
         known = self.tokens in (0, before[0] if before else 0)
         return len(before) == 2 and after == (self.rows,) and known
 
     def _follow(self, call: NodeCall) -> bool:
-        """Whether a node can be computed with the rows of each rank; its strategy is noted."""
+        """Whether a node can be computed with the rows of each rank; notes its strategy."""
         kinds = [self.kinds.get(operand.node, "") for operand in call.operands]
         made = self._known(call, kinds)
         if made is not None:
@@ -128,7 +128,7 @@ class _Sorted:
         return False
 
     def _known(self, call: NodeCall, kinds: Sequence[str]) -> tuple[str, Strategy] | None:
-        """The kind and the strategy of what does not act on each row; None of other calls."""
+        """The kind and the strategy of calls that do not act on each row; None for other calls."""
         match call.base, kinds:
             case _, ["order"] if call.is_item and call.operands[0].node is self.sort:
                 kind = "order" if call.node.args[1] else "rows"
@@ -212,7 +212,7 @@ class _Sorted:
 
     def _each_row(self, call: NodeCall, kind: Placement, there: Sequence[fx.Node]) -> bool:
         """Whether a call acts on each row alone, of operands `there` and others in such pieces or
-        whole; its strategy is noted."""
+        whole; notes its strategy."""
         for strategy in strategies(call.node, 2, differentiable=self.graph.differentiable):
             types = *strategy.inputs, *strategy.outputs
             if strategy.special or strategy.draws or {*types} - {PIECE, R}:
@@ -234,7 +234,7 @@ class _Sorted:
 
 
 def _has_bins(call: NodeCall) -> bool:
-    """Whether a histogram has bins that do not depend on what it counts."""
+    """Whether the bins of a histogram are independent of its data."""
     return bool(call.arguments["min"] < call.arguments["max"])
 
 

@@ -1,4 +1,4 @@
-"""Strategies that no formula says: the call on a rank is another computation than the operator's.
+"""Strategies that no formula can express: the call on a rank is not the operator itself.
 
 | name              | operator            | what ranks split                                       |
 |-------------------|---------------------|--------------------------------------------------------|
@@ -7,13 +7,13 @@
 | own rows          | cross_entropy_loss  | rows, when the loss is a mean over those that count    |
 | own heads         | attention           | heads that share fewer keys and values than ranks      |
 | causal rows       | attention           | rows of queries under a causal mask (context axis)     |
-| ring              | attention           | all rows; those of keys and values go round (likewise) |
+| ring              | attention           | all rows; keys and values go round (context axis)      |
 | own experts       | grouped products    | experts: the rows of other ranks' experts are zero     |
 | classes           | cross_entropy_loss  | classes; ranks exchange the maximum and sum of each row|
 | classes of rows   | the same of own rows| likewise, where context ranks have rows                |
 
-Each has the function that yields its strategies, and the one that makes the call of the runtime
-that computes it on a rank. All but the ring and the last two need no collective.
+For each there is a function that yields its strategies, and one that makes the runtime call on a
+rank. All but the ring and the last two need no collective.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def special_strategies(
 def special_call(
     strategy: Strategy, call: NodeCall, local: Mapping[str, Any], n: int
 ) -> SpecialCall:
-    """The call for a strategy; `local` are the operator's arguments by name, as a rank has them."""
+    """The call for a strategy; `local` are the operator's arguments by name, on a rank."""
     made, rows = _CALLS[strategy.special](call, local, n), strategy.inputs[0]
     more: dict[str, Any] = {"zigzag": True} if rows.zigzag else {}
     if rows.segments and strategy.special == "own rows":
@@ -108,7 +108,7 @@ def _embedding(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
 
 
 def _asked_for_rows(local: Mapping[str, Any]) -> dict[str, Any]:
-    """What says that the gradient of a table is rows."""
+    """The keyword for row gradients of a table."""
     return {"sparse": True} if local.get("sparse") else {}
 
 
@@ -204,7 +204,7 @@ def _loss_of_rows_and_classes(call: NodeCall, local: Mapping[str, Any], n: int) 
 
 
 def class_loss_actions(call: NodeCall) -> Actions:
-    """The collectives of a loss of which ranks have classes: maxima, then sums of each row."""
+    """The collectives of a loss with classes split over ranks: maxima, then sums, for each row."""
     nbytes = float(call.shapes[0][0] * max(4, call.operands[0].value.dtype.itemsize))
     sums = 3 if call.arguments.get("label_smoothing") else 2
     return (("all-reduce", nbytes), ("all-reduce", sums * nbytes))
@@ -252,7 +252,7 @@ def _like_heads(
     return F.scaled_dot_product_attention(query, *pair, **more)
 
 
-# Rows of queries, where a causal mask says how many of the keys each attends to
+# Rows of queries under a causal mask
 
 
 def _row_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
@@ -273,7 +273,7 @@ def _rows(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
 def _like_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, zigzag: bool = False, **more: Any
 ) -> torch.Tensor:
-    if zigzag:  # the rows of each rank attend to as many keys as those in the middle
+    if zigzag:  # on average, rows of each rank attend to half of the keys
         keys = (key.shape[-2] + 1) // 2
         key, value = key[..., :keys, :], value[..., :keys, :]
     return F.scaled_dot_product_attention(query, key, value, **more)
@@ -283,7 +283,7 @@ def _like_rows(
 
 
 def _ring_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
-    """Four dimensions, as kernels take them, without a mask or dropout."""
+    """For four dimensions, as kernels require, without a mask or dropout."""
     if [len(shape) for shape in call.shapes] != [4, 4, 4] or is_random(call.node):
         return
     (samples, heads, rows, _), (others, groups, keys, _), value = call.shapes
@@ -302,7 +302,7 @@ def _ring(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
 
 
 def ring_exchange(call: NodeCall, n: int) -> NodeCollectives:
-    """What goes round a ring: keys and values, and their gradients behind them."""
+    """The rotations of a ring: keys and values, and in the backward their gradients too."""
     nbytes = float(sum(x.value.itemsize * math.prod(x.value.shape) for x in call.operands[1:3]))
     backward: Actions = (("rotation", 2 * nbytes),) if any(call.carries) else ()
     return NodeCollectives(n, (("rotation", nbytes),), backward, within=True)
@@ -312,8 +312,8 @@ def _like_ring(
     n: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False,
     zigzag: bool = False, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What a rank behind all would do: the last has most to do where rows are in order, and
-    formulas count what its causal kernel leaves out."""
+    """The work of the last rank, without the others: it has most to do where rows are in order, and
+    formulas count what its causal kernel skips."""
 
     def rotate(row: torch.Tensor) -> Callable[[], torch.Tensor]:
         arriving = torch.empty_like(row)

@@ -1,4 +1,4 @@
-"""One way to compute an operator on the ranks of an axis, each on its local operands.
+"""One way to compute an operator on the ranks of an axis, each with its local operands.
 
 >>> from parcompiler.spmd.placement import I, R, S
 >>> print(Strategy((S(2), R), (S(2),), sizes=(SizeArgument("size", 2, 16),)))
@@ -18,9 +18,9 @@ Draws = Literal["", "same", "own"]
 
 @dataclass(frozen=True, slots=True)
 class SizeArgument:
-    """An argument that says a size: on a rank it is the size of the rank's piece of `whole`.
+    """An argument that is a size: on a rank it becomes the size of the rank's piece of `whole`.
 
-    `index` is the place in an argument that is a list; None for one that is a number.
+    `index` is the position in a list argument; None for a number.
     """
 
     argument: str
@@ -35,12 +35,12 @@ class SizeArgument:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Types of the operands and results with which ranks compute an operator on their own.
+    """Placements of operands and results with which each rank computes an operator locally.
 
-    `inputs` are those of `NodeCall.operands`, in order. The call on a rank has its local
-    operands, the arguments of `sizes` made local, and its result times `factor`. `special` names
-    another computation than that of the operator (see `special`). `draws` says which random numbers
-    ranks need: the same ones, or each its own.
+    `inputs` are those of `NodeCall.operands`, in order. The call on a rank has local operands and
+    local `sizes`, and its result is multiplied by `factor`. `special` names a computation other
+    than the operator itself (see `special`). `draws` says whether ranks draw the same random
+    numbers, or each its own.
     """
 
     inputs: tuple[Placement, ...]

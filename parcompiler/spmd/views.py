@@ -1,8 +1,8 @@
 """Rules of operators that regroup dimensions: view, flatten, squeeze, expand, repeat, permute.
 
-A group of dimensions that becomes another splits at the outermost dimension of both, where pieces
-of one are pieces of the other: [batch, sequence, heads · size] -> [batch, sequence, heads, size]
-splits the last dimension in pieces of whole heads.
+A group of dimensions that becomes another one splits at the outermost dimension of both, where
+their pieces are the same elements: [batch, sequence, heads · size] -> [batch, sequence, heads,
+size] splits the last dimension in pieces of whole heads.
 
 >>> grouped((2, 12, 48), (2, 12, 4, 12))
 (['g0', 'g1', 'g2'], ['g0', 'g1', 'g2', '1'])
@@ -25,7 +25,7 @@ from parcompiler.spmd.dimensions import formula, words
 from parcompiler.spmd.formula import Family, Rule
 from parcompiler.spmd.strategy import SizeArgument
 
-# The argument of each view that says its sizes.
+# The argument of each view with its sizes.
 SIZE_ARGUMENTS = {"view": "size", "reshape": "shape", "_unsafe_view": "size", "unflatten": "sizes"}
 RESHAPES = (*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel")
 
@@ -55,7 +55,7 @@ def _heads(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, i
 
 
 def view(call: NodeCall) -> Rule | None:
-    """A view by sizes, and all that amounts to one (flatten, squeeze, unsqueeze)."""
+    """A view by sizes, or an equivalent (flatten, squeeze, unsqueeze)."""
     if len(call.operands) != 1 or call.overload == "dtype":
         return None
     (before,), (after,) = call.shapes, call.result_shapes
@@ -72,7 +72,7 @@ def view(call: NodeCall) -> Rule | None:
 def _sizes(
     argument: str, sizes: Sequence[object], names: Sequence[str], shape: Sequence[int]
 ) -> Iterator[tuple[str, SizeArgument]]:
-    """The places of a list of sizes that are split with a word; -1 finds itself."""
+    """The entries of a list of sizes that are split with a word; -1 needs no change."""
     for place, (size, word, whole) in enumerate(zip(sizes, names, shape, strict=False)):
         if size != -1 and word != "1":
             yield word, SizeArgument(argument, place, whole)
@@ -90,7 +90,7 @@ def expand(call: NodeCall) -> Rule | None:
 
 
 def repeat(call: NodeCall) -> Rule | None:
-    """repeat: a dimension that is not repeated splits with its operand, one that is, by copies."""
+    """repeat: an unrepeated dimension splits with its operand, a repeated one by copies."""
     (before,), (after,) = call.shapes, call.result_shapes
     repeats = call.arguments["repeats"]
     if not all(isinstance(number, int) for number in repeats):
@@ -123,7 +123,7 @@ def repeat_interleave(call: NodeCall) -> Rule | None:
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """The order into which a node puts the dimensions of its operand; None of other nodes.
+    """The permutation that a node applies to the dimensions of its operand; None for other nodes.
 
     >>> import torch
     >>> x = fx.Graph().placeholder("x")
@@ -146,7 +146,7 @@ def permutation(node: fx.Node) -> list[int] | None:
     return order
 
 
-# What changes places: the dimensions that arguments name, or the last two.
+# The swapped dimensions: arguments that name them, or the last two.
 _SWAPS: Mapping[str, tuple[Any, Any]] = {
     **dict.fromkeys(("transpose", "swapdims"), ("dim0", "dim1")),
     "swapaxes": ("axis0", "axis1"),
