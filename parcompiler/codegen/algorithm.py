@@ -1,4 +1,5 @@
-"""The layers of the vocabulary in words: what every rank holds, and what each instruction does.
+"""The layers of the vocabulary in words: the tensors of every rank, and the effect of each
+instruction.
 
 The steps are those of "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv
 2411.05288), in its letters.
@@ -16,8 +17,8 @@ from parcompiler.graph import VocabularyHead
 from parcompiler.lower.lowered import Lowered, Spread, SpreadLayer
 from parcompiler.pieces import rows
 
-_WIDEST = 40  # of the left column; what is longer has a line of its own
-_GLUE = "\0"  # a space where no line ends
+_WIDEST = 40  # of the left column; longer entries get their own line
+_GLUE = "\0"  # a space that is not broken
 
 LETTERS = (
     "Head and loss, by every rank for each micro-batch, with x = {x}, W = its rows of {weight}, "
@@ -77,7 +78,7 @@ def algorithm(lowered: Lowered, spread: Spread) -> str:
 
 
 def _title(lowered: Lowered, spread: Spread) -> str:
-    """What is split over which ranks, and how."""
+    """The title: what is split over which ranks, and how."""
     size = lowered.size * lowered.tensor
     layers = ["embeddings"] * bool(spread.lookups) + ["head and loss"] * bool(spread.head)
     return (
@@ -87,7 +88,7 @@ def _title(lowered: Lowered, spread: Spread) -> str:
 
 
 def _holdings(lowered: Lowered, spread: Spread) -> str:
-    """What each rank holds of each tensor."""
+    """The part of each tensor on each rank."""
     lines = []
     size = lowered.size * lowered.tensor
     for name, whole in spread.tensors.items():
@@ -99,7 +100,7 @@ def _holdings(lowered: Lowered, spread: Spread) -> str:
 
 
 def _looking_up(spread: Spread) -> Iterator[tuple[str, str]]:
-    """The lines of the embeddings; of several, those of any of them."""
+    """The lines of the embeddings; for several, in general terms."""
     first, *others = spread.lookups
     value, table, stage = "e", "its table", "the stage that uses it"
     if not others:
@@ -111,7 +112,7 @@ def _looking_up(spread: Spread) -> Iterator[tuple[str, str]]:
 
 
 def _embedded(spread: Spread) -> str:
-    """What is looked up."""
+    """The heading of the embeddings."""
     text = "Embedding, by every rank for each micro-batch"
     if len(spread.lookups) == 1:
         return f"{text}:"
@@ -123,7 +124,7 @@ def _embedded(spread: Spread) -> str:
 
 
 def _letters(head: SpreadLayer[VocabularyHead]) -> str:
-    """What the letters stand for."""
+    """The meaning of the letters."""
     labels = "1 in the column of a row's label, else 0"
     if head.layer.loss.label_smoothing:
         labels += f" (smoothed by {real(head.layer.loss.label_smoothing)})"

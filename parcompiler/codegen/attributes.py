@@ -1,11 +1,11 @@
-"""Where a layer's tensors stand in its class: under the names of the model's own module tree.
+"""The attributes of a layer's class: its tensors under the names of the model's module tree.
 
-    self.norm = nn.LayerNorm(16)                    the model's module and its operator agree
+    self.norm = nn.LayerNorm(16)                    if it is equivalent to the operator
     self.attention = nn.Module()                    holds others
     self.attention.qkv = nn.Linear(16, 48)
     self.attention.scale = nn.Parameter(torch.empty(2))     any other tensor
 
-`mlp.0.weight` is no path of attributes: it is `mlp_0.weight`, and `names` says so to the runtime.
+`mlp.0.weight` is no attribute path: it becomes `mlp_0.weight`, which `names` tells the runtime.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class BlockAttributes:
     """The attributes of the class of a block.
 
     `places` are the paths of its tensors, in order; `operands` has them as expressions, by node.
-    `calls` has for the nodes that a module of torch.nn computes that module and its argument;
-    `counted` are the counters of batches that such a module keeps besides.
-    `names` gives for paths that are not those of the model what the model has there, from the
-    layer on where it starts with a dot. `deferring` are the nodes that leave the gradients of
-    their weights for later, `again` those that run again in the backward.
+    `calls` maps nodes that a module of torch.nn computes to that module and its argument; `counted`
+    are the nodes that count batches, which such a module does itself. `names` maps paths that
+    differ from the model's to the model's names, relative to the layer if they start with a dot.
+    `deferring` are the nodes that leave the gradients of their weights for later, `again` those
+    that run again in the backward.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BlockAttributes:
                     readers[operand.name].append(node)
         self.calls: dict[fx.Node, tuple[str, fx.Node]] = {}
         self.counted: set[fx.Node] = set()
-        self._made: dict[str, str] = {}  # the lines of modules, by path
+        self._made: dict[str, str] = {}  # the lines that make modules, by path
         for owner in dict.fromkeys(place.rpartition(".")[0] for place in self.places):
             if owner:
                 self._make(owner, readers)
@@ -85,10 +85,10 @@ class BlockAttributes:
             return self._paths[key]
         parent, _, last = key.rpartition(".")
         owner, wish = self._path(parent) if parent else "", identifier(last)
-        if wish != last and owner:  # a number, say: one word with what it is a part of
+        if wish != last and owner:  # e.g. a number: joined to its parent's name
             owner, _, before = owner.rpartition(".")
             wish = identifier(f"{before}_{last}")
-        if wish.startswith("__"):  # Python would put the name of the class before it
+        if wish.startswith("__"):  # Python would mangle the name
             wish = f"a{wish}"
         wish = unique(wish, self._taken.setdefault(owner, set(ATTRIBUTES)))
         path = self._paths[key] = f"{owner}.{wish}".lstrip(".")
@@ -99,9 +99,9 @@ class BlockAttributes:
         return path
 
     def _make(self, owner: str, readers: Mapping[str, Sequence[fx.Node]]) -> None:
-        """Let a module of torch.nn hold the tensors of `owner`, if it computes all that reads them.
+        """Use a module of torch.nn for the tensors of `owner`, if it computes all their readers.
 
-        The model has that module there, and calls it: what it computes is its operator alone.
+        The model must have that module there, and call it: it computes its operator only.
         """
         tensors = {
             place.removeprefix(f"{owner}."): item
@@ -144,14 +144,14 @@ def _is_counter(node: fx.Node, tensors: Mapping[str, Parameter]) -> bool:
 def _module(
     node: fx.Node, path: str, tensors: Mapping[str, Parameter], *, deferred: bool
 ) -> str | None:
-    """The module of torch.nn at `path` that computes a node with `tensors` alone, as it is made.
+    """The expression of the module of torch.nn at `path` that computes a node with `tensors`.
 
-    None where the model has none there, or the operator's arguments are not what it would give.
+    None if the model has none there, or the module would call the operator with other arguments.
     """
     stack = node.meta.get("nn_module_stack")
     if not stack or not isinstance(node.target, torch._ops.OpOverload) or not steps(node):
         return None
-    if not isinstance(node.meta["val"], torch.Tensor):  # statistics too: `native_layer_norm`
+    if not isinstance(node.meta["val"], torch.Tensor):  # several results: `native_layer_norm`
         return None
     package, _, name = str(list(stack.values())[-1][1]).rpartition(".")
     known = package.startswith("torch.nn.modules.") and steps(node)[-1].path == path
@@ -228,7 +228,7 @@ def _batch_norm(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
 
 TENSORS = ("weight", "bias", "running_mean", "running_var")
 
-# By the class of the model's module: the arguments that make one with the operator's options.
+# By class of the model's module: its constructor arguments for the operator's options.
 MODULES: Mapping[str, Callable[[BoundCall, Sequence[int]], list[str] | None]] = {
     "Linear": _linear,
     "Embedding": _embedding,
@@ -253,14 +253,14 @@ def names_table(names: Mapping[str, str]) -> list[str]:
 
 
 def constructor(lines: Sequence[str]) -> list[str]:
-    """`__init__` of these lines; nothing where there are none."""
+    """`__init__` with these lines; empty if there are none."""
     if not lines:
         return []
     return ["    def __init__(self) -> None:", "        super().__init__()", *lines, ""]
 
 
 def tensor_line(attribute: str, item: Parameter, made: str | None = None) -> str:
-    """The line that makes a parameter or buffer, still empty unless `made` says how."""
+    """The line that makes a parameter or buffer, uninitialized unless `made` is given."""
     if made is None:
         sizes = ", ".join(map(literal, item.shape)) or "()"
         dtype = "" if item.dtype == torch.float32 else f", dtype={literal(item.dtype)}"
@@ -275,7 +275,7 @@ def tensor_line(attribute: str, item: Parameter, made: str | None = None) -> str
 
 
 def whole_shape(item: Parameter) -> str:
-    """The shape of which ranks hold pieces.
+    """The whole shape of a tensor that ranks hold in pieces.
 
     >>> shard = Shard(0, (48,))
     >>> whole_shape(Parameter("qkv.weight", "w", (24, 16), torch.float32, shard=shard))

@@ -29,14 +29,14 @@ NEUTRAL = {
     "sub.Tensor": 0,
     "mul.Tensor": 1,
     "div.Tensor": 1,
-}  # operands that change nothing
+}  # neutral operands
 
 
 class Body:
     """Writes nodes as statements, with names that `Variables` chooses.
 
-    `operands` names what is there before; `fixed` are names that no variable may take. The nodes of
-    a block have its `attributes`: the paths of its tensors, and modules that compute some nodes.
+    `operands` names existing values; `fixed` are names that no variable may take. For a block,
+    `attributes` has the paths of its tensors, and modules that compute some nodes.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Body:
         self._variables = Variables((), {}, operands)
 
     def lines(self, nodes: Sequence[fx.Node], outputs: Mapping[fx.Node, str | None]) -> list[str]:
-        """The statements; `outputs` live to the end, under a given name or one of their own."""
+        """The statements; `outputs` live to the end, under the given name if any."""
         same = merged(nodes, outputs, self._graph, self._effects)
         self._variables = Variables(nodes, outputs, self._operands, self._fixed, same)
         return list(self._statements(self._variables.written))
 
     def name(self, node: fx.Node) -> str:
-        """The text that stands for a node's value."""
+        """The expression for a node's value."""
         name = self._variables.name(node)
         return self._paths.get(name, name)
 
@@ -88,7 +88,7 @@ class Body:
                 yield statement
 
     def _heading(self, place: str, node: fx.Node, indent: int, first: fx.Node) -> Iterator[str]:
-        """What stands above the first line of another module: a free line, and its name."""
+        """The lines above the first line of another module: an empty one, and its name."""
         opens = node is first and indent > INDENT  # the line above opens a `with`
         if self._variables.position[node] and not opens:
             yield ""
@@ -117,7 +117,7 @@ class Body:
         return line if len(names) > 1 else remarked(line, _remark(node))
 
     def _again(self, node: fx.Node) -> str:
-        """The call of an operator that runs again: of its name, or of a function around it."""
+        """The call of an operator that runs again: through its name, or through a lambda."""
         operands = [self.name(operand) for operand in node.all_input_nodes]
         names = dict.fromkeys(operands)
         for text in names:
@@ -129,7 +129,7 @@ class Body:
         return f"runtime.again({', '.join([head, *names])})"
 
     def _place(self, node: fx.Node) -> str:
-        """The module of a node relative to the block; torch's own layers belong to theirs."""
+        """The module of a node relative to the block; torch's own layers count as their parents."""
         stack = list(steps(node))
         kinds = [str(kind) for _, kind in node.meta.get("nn_module_stack", {}).values()]
         if stack and kinds and "torch.nn.modules." in kinds[-1]:
@@ -140,7 +140,7 @@ class Body:
         return comment(path)
 
     def _needed(self, contexts: Sequence[Context], nodes: Sequence[fx.Node]) -> Sequence[Context]:
-        """The contexts without `no_grad` and its like where nothing has a gradient."""
+        """The contexts, without `no_grad` and the like if no operand has a gradient."""
         recorded = recorded_in(self._graph)
         if any(operand.name in recorded for node in nodes for operand in node.all_input_nodes):
             return contexts
@@ -157,7 +157,7 @@ def _remark(node: fx.Node) -> str:
         for actions in (exchange.forward, exchange.backward)
     )
     if forward.replace("-", "_") == getattr(node.target, "name", ""):
-        forward = f"{exchange.n} ranks"  # the name says the rest
+        forward = f"{exchange.n} ranks"  # the function's name says the rest
     return ", ".join(part for part in (forward, f"back: {backward}" if backward else "") if part)
 
 
@@ -183,11 +183,11 @@ def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
 def merged(
     nodes: Sequence[fx.Node], kept: Collection[fx.Node], graph: Graph, effects: Effects
 ) -> Mapping[fx.Node, fx.Node]:
-    """For each node that need not be written, the one that has its value; never one of `kept`.
+    """For each node that need not be written, the one with the same value; never one of `kept`.
 
     Masks and position ids are built by helpers that each start from the same `arange`. Only nodes
-    without a gradient are merged, since the order in which gradients are added up must stay, and
-    only where nothing updates their memory or that of their operands in place.
+    without a gradient are merged, to keep the order in which gradients are added, and only if
+    nothing updates their memory or that of their operands in place.
     """
     same: dict[fx.Node, fx.Node] = {}
     first: dict[object, fx.Node] = {}
@@ -197,7 +197,7 @@ def merged(
         operand = _unchanged(node)
         if operand is None:
             arguments = fx.map_arg((node.args, node.kwargs), lambda item: same.get(item, item))
-            # What two nodes share that have one value; fx nodes print their unique names.
+            # Equal for nodes with equal values; fx nodes print their unique names.
             formula = str(node.target), arguments, node.meta.get("contexts", ())
             operand = first.setdefault(repr(formula), node)
         if operand is not node and node not in kept:

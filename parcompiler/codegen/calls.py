@@ -1,4 +1,4 @@
-"""A node of the graph as the schema of its operator sees it: every argument by name.
+"""A node of the graph with every argument by its name in the operator's schema.
 
 >>> graph = fx.Graph()
 >>> x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -19,12 +19,12 @@ from torch import fx
 
 from parcompiler.codegen.literals import Operand, literal, real
 
-MODES = frozenset({"train", "training", "use_input_stats"})  # flags that say "in training mode"
+MODES = frozenset({"train", "training", "use_input_stats"})  # flags for "in training mode"
 REDUCTIONS = ("none", "mean", "sum")  # by number, as in torch.nn._reduction
 
 Number = int | float | complex | torch.SymInt | torch.SymFloat | torch.SymBool
 
-# Operators that take a Python number for a tensor (torch/csrc/utils/python_arg_parser.cpp).
+# Operators that accept a Python number for a tensor (torch/csrc/utils/python_arg_parser.cpp).
 NUMBERS = frozenset(
     f"aten::{name}{suffix}"
     for name in ("add", "sub", "mul", "div", "floor_divide")
@@ -34,24 +34,24 @@ NUMBERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class BoundCall:
-    """One call of an operator, by the names that Python has for its arguments."""
+    """One call of an operator, with its arguments by their Python names."""
 
     target: torch._ops.OpOverload
     arguments: Mapping[str, torch.Argument]
     values: Mapping[str, object]
-    defaults: frozenset[str]  # the arguments that go without saying
+    defaults: frozenset[str]  # the arguments that may be left out
     operand: Operand
 
     @property
     def key(self) -> str:
-        """The operator as tables name it: that of ATen without its namespace."""
+        """The operator's name in tables: without the namespace of ATen."""
         return str(self.target).removeprefix("aten.")
 
     def text(self, name: str) -> str:
-        """An argument as source, in the way of the schema."""
+        """An argument as source, in the form of the schema."""
         value = self.values[name]
         if name in MODES and value is True:
-            # A norm without running statistics takes those of the batch in evaluation, too.
+            # A norm without running statistics uses those of the batch in evaluation, too.
             without = self.target._schema.overload_name.startswith("no_stats")
             if not without and self.values.get("running_mean", "no norm") is not None:
                 return "self.training"
@@ -60,7 +60,7 @@ class BoundCall:
         return literal(value, self.operand)
 
     def brief(self, name: str) -> str:
-        """An argument as source, in the way of methods and of `torch.nn.functional`."""
+        """An argument as source, in the form of methods and of `torch.nn.functional`."""
         value = self.values[name]
         if name == "reduction" and isinstance(value, int):
             return literal(REDUCTIONS[value])
@@ -76,7 +76,7 @@ class BoundCall:
         return name in self.defaults or not given
 
     def reads_as_written(self) -> bool:
-        """Whether tensors stand just where the schema has them: Python would else call another
+        """Whether tensors are exactly where the schema has them: else Python would choose another
         overload."""
         values = zip(self.arguments.values(), self.values.values(), strict=True)
         return all(
@@ -94,17 +94,17 @@ class BoundCall:
 
 
 def bind(node: fx.Node, operand: Operand) -> BoundCall:
-    """Give every argument of a call of an operator its name."""
+    """Bind the arguments of an operator's call to their names."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments  # Python has `from` for itself
+    schema = node.target._schema.arguments  # `from` is a keyword of Python
     arguments = {f"{a.name}_" if iskeyword(a.name) else str(a.name): a for a in schema}
     given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
     if not any("Tensor" in str(argument.type) for argument in arguments.values()):
-        given["device"] = torch.device("cpu")  # made from nothing, so on the device of the rank
+        given["device"] = torch.device("cpu")  # a factory: on the device of the rank
     values = {name: given.get(name, item.default_value) for name, item in arguments.items()}
     defaults = {name for name, item in arguments.items() if _is_default(item, values[name])}
     if given.get("eps") is not None:
-        defaults.discard("eps")  # people write it, be it the default or not
+        defaults.discard("eps")  # always written, even if it is the default
     return BoundCall(node.target, arguments, values, frozenset(defaults), operand)
 
 

@@ -1,10 +1,10 @@
 """The exported folder: plan, report, scripts of ranks, one module per stage, weights.
 
-Where all ranks hold rows of the vocabulary's tables, there is a module of it as well. SHA256SUMS
-lists all that was written.
+If all ranks hold rows of the vocabulary's tables, there is a module for it as well. SHA256SUMS
+lists all written files.
 
     .out-x1y2/new   written first        out ──► .out-x1y2/old      new ──► out
-                                         what no export has written goes back from old to out
+                                         files not from an export move from old to out
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from parcompiler.runtime.files import SUMS, listing, sums
 from parcompiler.runtime.tensor_files import write
 
 TORCHRUN = Launch()
-MOST_SCRIPTS = 64  # a file for each rank is for reading: no more than a reader could want
+MOST_SCRIPTS = 64  # scripts for single ranks are for readers: more would be no use
 
 
 def export(
@@ -51,8 +51,9 @@ def export(
 
     `files` are the texts in it by name: those of `texts`, and the documents beside them.
 
-    What no export has written stays. Raises InputError where that is in the way, where something
-    else than an export is, and when the folder cannot be written: the older one is whole then.
+    Files not from an export stay. Raises InputError if one of these is in the way, if `path` is
+    something other than an export, or if the folder cannot be written: then the older one is
+    intact.
     """
     place = Path(os.path.realpath(path))  # a link to a folder stays one
     try:
@@ -93,10 +94,11 @@ def texts(
 ) -> dict[str, str]:
     """The files that people read, by name: one for each stage and pipeline coordinate,
     `vocabulary.py` where it is on all ranks, `hooks.py` where the model changes gradients,
-    `main.py`, `README.md`, and what a cluster's launcher reads.
+    `main.py`, `README.md`, and the file of a cluster's launcher.
 
     `ranks` have a script under their own number; None: all, where there are at most MOST_SCRIPTS.
-    Layers are `compiled` unless a script is told otherwise. A `report` of None is not in README.md.
+    `compiled` is the default of the scripts for compiling layers. A `report` of None is not in
+    README.md.
     """
     grid = lowered.grid
     if ranks is None:
@@ -129,7 +131,7 @@ def texts(
 
 @cache
 def _templates() -> Environment:
-    """The templates, each of which is compiled once."""
+    """The environment of the templates, cached."""
     return Environment(
         loader=PackageLoader("parcompiler.codegen"), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True, autoescape=False,
@@ -137,7 +139,7 @@ def _templates() -> Environment:
 
 
 def _facts(lowered: Lowered) -> dict[str, object]:
-    """What the templates say of a program; names from the model are made harmless here."""
+    """The variables of the templates; names from the model are quoted here."""
     copies = lowered.grid.copies
     stages = [
         {
@@ -159,9 +161,9 @@ def _facts(lowered: Lowered) -> dict[str, object]:
 
 
 def _others(place: Path) -> list[Path]:
-    """What stands in an export that no export has written: files and whole folders, relative to it.
+    """Files and whole folders within an export that no export has written, as relative paths.
 
-    Raises InputError where something else than an export is.
+    Raises InputError if the place is something other than an export.
     """
     if not os.path.lexists(place):
         return []
@@ -183,7 +185,7 @@ def _others(place: Path) -> list[Path]:
 
 
 def _replace(place: Path, new: Path, old: Path) -> None:
-    """Put the folder `new` at `place`, with what no export has written there."""
+    """Put the folder `new` at `place`, with the files there that no export has written."""
     for name in _others(place):
         if os.path.lexists(new / name):
             message = f"{place / name} is in the way, and no export has written it: move it"
@@ -231,8 +233,8 @@ def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str
 
 def _saved(folder: Path, lowered: Lowered, *, parameters: bool) -> Iterator[tuple[Path, str]]:
     """Write a file of tensors for each stage, and where all ranks of a pipeline have rows of the
-    vocabulary, one for each: its rows of what is in rows, and what it has whole. Yields the files
-    with their checksums."""
+    vocabulary, one for each rank: its rows of tables, and tensors that it has whole. Yields the
+    files with their checksums."""
     folder.mkdir()
     for stage in lowered.stages:
         tensors = _stored(lowered.graph, stage.tensors, parameters=parameters)

@@ -16,7 +16,7 @@ INDENT = 8
 
 
 class Forward:
-    """Writes the calls; a result is called as in the user's source where that name is free.
+    """Writes the calls; a result has its name in the user's source if that is free.
 
     `taken` are the names of arguments and of the prologue.
     """
@@ -36,7 +36,7 @@ class Forward:
         self._names: dict[str, str] = {}
 
     def lines(self) -> Iterator[str]:
-        """The calls in order, and what is returned."""
+        """The calls in order, and the return statement."""
         for now, loop in enumerate(self._loops):
             yield from (
                 self._single(loop.calls[0], now) if len(loop.rounds) == 1 else self._loop(loop, now)
@@ -54,7 +54,7 @@ class Forward:
         yield self._call(call, f"self.{self._paths[call.block.name]}", arguments, INDENT)
 
     def _loop(self, loop: Loop, now: int) -> Iterator[str]:
-        """The rounds of a loop: their values have the names of those of the last round."""
+        """The lines of a loop: values are named after those of the last round."""
         last = loop.rounds[-1]
         before = [(last[p].results[r], self._name(name)) for p, r, name in loop.carried]
         self._give(last, now, loop)
@@ -99,7 +99,7 @@ class Forward:
         return wrap(f"{names} = {text}" if names else text, indent)
 
     def _give(self, calls: Sequence[Call], now: int, loop: Loop | None = None) -> None:
-        """Name the results of a call, or of a round, that the loop `now` makes."""
+        """Name the results of a call, or of a round, of the loop `now`."""
         for call in calls:
             for node, value in zip(call.block.outputs, call.results, strict=True):
                 wish = "loss" if value == "loss" else spoken_name(node)
@@ -109,7 +109,7 @@ class Forward:
             self._names[value] = value
 
     def _is_free(self, wish: str, value: str, now: int) -> bool:
-        """Whether nothing that is read after the loop `now` is called `wish`."""
+        """Whether no value that is read after the loop `now` is called `wish`."""
         return wish == value or (
             wish not in self._taken
             and not any(
@@ -123,7 +123,7 @@ class Forward:
         spans = _spans(calls, loop, {name for name, last in self._last.items() if last > now})
         clashing = set()
         for first, second in itertools.combinations(spans, 2):
-            # One may take the name of what its call reads last; else no two are live at once.
+            # A result may take the name of a value that its call is the last to read.
             pairs = itertools.product(spans[first], spans[second])
             overlap = any(a == c or (a < d and c < b) for (a, b), (c, d) in pairs)
             if overlap and self._name(first) == self._name(second):
@@ -157,5 +157,5 @@ def _spans(
 
 
 def _list(path: str) -> str:
-    """The list that a layer stands in: `h` of `h[0]`."""
+    """The list that a layer is in: `h` of `h[0]`."""
     return path.rpartition("[")[0]

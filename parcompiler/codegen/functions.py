@@ -1,5 +1,5 @@
-"""Small graphs of a model as functions of modules of their own: hooks on gradients, and the count
-of targets where the loss is a mean over tokens."""
+"""Small graphs of a model as functions in separate modules: hooks on gradients, and the count of
+targets for a loss that is a mean over tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def counts_module(lowered: Lowered, device: str) -> str:
 def _function(
     graph: Graph, small: fx.Graph, name: str, remark: str, operands: Mapping[fx.Node, str]
 ) -> str:
-    """The function that a small graph without gradients is, of tensors called as in `operands`."""
+    """A small graph without gradients as a function of tensors named in `operands`."""
     head = f"def {name}({', '.join(f'{argument}: Tensor' for argument in operands.values())})"
     lines = method(graph, small, head, remark, operands)
     return "\n".join(line.removeprefix("    ") for line in lines)
@@ -67,8 +67,8 @@ def method(
     operands: Mapping[fx.Node, str],
     differentiable: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """The lines of a method that computes what a small graph of the model does, from `operands`;
-    nodes that are `differentiable` carry gradients."""
+    """The lines of a method that computes a small graph of the model from `operands`;
+    `differentiable` names its nodes that carry gradients."""
     (result,) = small.output_node().all_input_nodes
     part = replace(graph, fx_graph=small, differentiable=differentiable)
     body = Body(part, Effects(small), operands)

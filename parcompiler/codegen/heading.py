@@ -1,4 +1,4 @@
-"""What stands above the classes of an emitted module: what it is, and the imports it uses.
+"""The head of an emitted module: its docstring and imports.
 
 Packages that define operators of the model by torch.library are among these imports.
 """
@@ -45,7 +45,7 @@ def _imports(body: str) -> Iterator[str]:
 
 
 def _registrations(nodes: Iterable[fx.Node]) -> Iterator[str]:
-    """Imports of the packages that define operators of their own, for what they register."""
+    """Imports of packages that register custom operators."""
     homes = {home_of(node): node.target for node in nodes}
     for home, target in sorted(homes.items(), key=str):
         if home:
@@ -55,12 +55,12 @@ def _registrations(nodes: Iterable[fx.Node]) -> Iterator[str]:
 def home_of(node: fx.Node) -> str:
     """The module that defines a node's operator; empty for torch's own.
 
-    `torch.library.custom_op` remembers the function; for operators registered otherwise, the
-    package that is called like their namespace is taken.
+    `torch.library.custom_op` remembers the function; for operators registered otherwise, it is the
+    package named like their namespace.
     """
     target: object = node.target
     if isinstance(target, RuntimeCall) and node.args:
-        target = node.args[0]  # the operator that it calls, if it is one
+        target = node.args[0]  # the operator that it calls, if any
     if isinstance(target, Applied):
         return target.module
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in _BUILT_IN:

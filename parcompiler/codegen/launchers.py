@@ -1,6 +1,6 @@
 """How a cluster starts the ranks: an sbatch script for SLURM, a PyTorchJob for Kubeflow.
 
-    torchrun     nothing more: README.md has the command
+    torchrun     no file: README.md has the command
     slurm        submit.sbatch       one torchrun on each node, which meet at the first
     kubernetes   pytorchjob.yaml     one pod for each node, the first of them the master
 
@@ -22,15 +22,15 @@ FILES: Mapping[str, str | None] = {
     "kubernetes": "pytorchjob.yaml",
 }
 LAUNCHERS = tuple(FILES)
-VENDORS = {"mi300x": "amd.com/gpu"}  # what Kubernetes calls a device of the catalogue
-GRACE = 300  # s between the notice that a job ends and its end: for a step, and a checkpoint
-RESTARTS = 3  # by torchrun, of all ranks when one has failed
-LONGEST = 40  # a name of Kubernetes has 63, of which its pods' names add some
+VENDORS = {"mi300x": "amd.com/gpu"}  # resource names of Kubernetes for devices
+GRACE = 300  # s from the notice that a job ends to its end: for a step, and a checkpoint
+RESTARTS = 3  # by torchrun, of all ranks after a failure
+LONGEST = 40  # Kubernetes allows 63, of which names of pods use some
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """By what the program is started, and how many devices a node has."""
+    """The launcher of the program, and the number of devices on a node."""
 
     launcher: str = "torchrun"
     devices_per_node: int = 8
@@ -41,7 +41,7 @@ class Launch:
         return FILES[self.launcher]
 
     def facts(self, model: str, size: int, device: str) -> dict[str, object]:
-        """What the template of its file says."""
+        """The variables of the file's template."""
         ranks = per_node(size, self.devices_per_node)
         return {
             "launcher": self.launcher,
@@ -51,7 +51,7 @@ class Launch:
             "per_node": ranks,
             "on_cpu": device == "cpu" or device.startswith("cpu-"),
             "grace": GRACE,
-            "shutdown": GRACE - 30,  # the ranks have ended before their launcher is ended
+            "shutdown": GRACE - 30,  # ranks end before their launcher does
             "restarts": RESTARTS,
             "resource": VENDORS.get(device, "nvidia.com/gpu"),
         }
@@ -63,7 +63,7 @@ def per_node(size: int, most: int) -> int:
 
 
 def label(name: str) -> str:
-    """A model's name as that of a job: what DNS labels may have (RFC 1035), and no more."""
+    """A model's name as a job's name: a valid DNS label (RFC 1035)."""
     text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not text[:1].isalpha():
         text = f"train-{text}"

@@ -19,7 +19,7 @@ from parcompiler.lower.names import short_names
 
 
 class StageLayers:
-    """Where each layer of a stage stands; `paths` has the expression for each block: `h[0]`."""
+    """The attributes of a stage's layers; `paths` has the expression for each block: `h[0]`."""
 
     def __init__(self, lowered: Lowered, stage: StageProgram) -> None:
         self.short = short_names(call.block.name for s in lowered.stages for call in s.calls)
@@ -27,14 +27,14 @@ class StageLayers:
         self.instances = _instances(stage.calls)
         self.loops = tuple(loops(stage, self.instances))
         self.graph = lowered.graph
-        self.attributes: dict[str, list[str]] = {}  # the blocks behind each, first uses only
+        self.attributes: dict[str, list[str]] = {}  # the blocks of each, first uses only
         self.paths: dict[str, str] = {}
         for loop in self.loops:
             for members, fresh in zip(zip(*loop.rounds, strict=True), loop.fresh, strict=True):
                 self._add(members, listed=fresh and len(members) > 1)
 
     def variables(self, taken: Collection[str]) -> dict[str, str]:
-        """The loop variable of each list: `layer`, or the piece of the layer that is in it."""
+        """The loop variable of each list: `layer`, or the name of the piece of a layer."""
         variables: dict[str, str] = {}
         for loop in self.loops:
             names = dict.fromkeys(self.paths[call.block.name] for call in loop.rounds[0])
@@ -54,7 +54,7 @@ class StageLayers:
             yield wrap(f"self.{attribute} = {kind}", 8)
 
     def ties(self) -> Iterator[str]:
-        """The lines that let layers share a tensor."""
+        """The lines that tie tensors of layers."""
         first: dict[str, str] = {}
         by_template: dict[str, tuple[str, ...]] = {}
         for name, block in self._distinct():
@@ -80,7 +80,7 @@ class StageLayers:
             yield from ((name, self.blocks[name]) for name in names)
 
     def _add(self, members: tuple[Call, ...], *, listed: bool) -> None:
-        """Give the layers of one place of a loop an attribute, unless they have one."""
+        """Make an attribute for the layers at one position of a loop, unless they have one."""
         names = [call.block.name for call in members]
         first = self.instances[names[0]]
         if first in self.paths:

@@ -1,4 +1,4 @@
-"""Lines of Python that fit the page, broken as the usual formatters break them.
+"""Breaks long lines of Python the way common formatters do.
 
 >>> print(wrap("x = torch.cat([a, b], dim=1)", indent=4))
     x = torch.cat([a, b], dim=1)
@@ -23,8 +23,8 @@ _TOKENS = re.compile(rf"{_STRING}|{_POWER}|(?<=\d)e\+(?=\d)")
 def wrap(line: str, indent: int = 0, width: int = WIDTH) -> str:
     """One logical line, broken at a bracket when it is wider than the page.
 
-    What is inside the bracket goes on a line of its own; where that is too wide as well, or the
-    bracket makes a tuple, list or dict, every part does.
+    The contents of the bracket go on one line of their own; if that is too wide as well, or the
+    bracket makes a tuple, list or dict, every part goes on its own line.
     """
     pad, line = " " * indent, tidy(line)
     if indent + len(line) <= width:
@@ -46,13 +46,13 @@ def wrap(line: str, indent: int = 0, width: int = WIDTH) -> str:
 
 
 def remarked(line: str, remark: str) -> str:
-    """A line with a remark behind it, if it is one line and both fit the page."""
+    """A line with a trailing comment, if it is one line and both fit the page."""
     whole = f"{line}  # {remark}"
     return line if not remark or "\n" in line or len(whole) > WIDTH else whole
 
 
 def tidy(text: str) -> str:
-    """`x ** 2` and `1e+38` as formatters have them.
+    """`x ** 2` and `1e+38` as formatters write them.
 
     >>> print(tidy("x ** -0.5 + (-2) ** y * 1e+38"), tidy("f('a ** b')"))
     x**-0.5 + (-2) ** y * 1e38 f('a ** b')
@@ -94,7 +94,7 @@ def split(text: str) -> list[str]:
 
 
 def _parenthesized(line: str, indent: int, width: int) -> str:
-    """A line that no bracket can break: its right side in parentheses."""
+    """Break a line without a bracket to break at: its right side goes in parentheses."""
     pad = " " * indent
     head, equals, value = line.partition(" = ")
     if line.startswith("return "):
@@ -123,7 +123,7 @@ def _opening(line: str) -> int | None:
         elif char in ")]}":
             depth -= 1
     if opening is None or line[_closing(line, opening) + 1 :].strip(" ,:"):
-        return None  # more than a comma follows
+        return None  # not the end of the line
     return opening
 
 
@@ -139,7 +139,7 @@ def _closing(line: str, opening: int) -> int:
 
 
 def _code(text: str) -> Iterator[tuple[int, str]]:
-    """The characters of `text` that stand outside string literals."""
+    """The characters of `text` outside of string literals, with their indices."""
     quote, escaped = "", False
     for index, char in enumerate(text):
         if quote:

@@ -1,4 +1,4 @@
-"""Instruction lists as people tell them: warm-up, a loop for the steady state, cool-down.
+"""Instruction lists for readers: warm-up, a loop for the steady state, cool-down.
 
 The text is what `parcompiler.instruction.parse` reads, and every list is read back as a check.
 
@@ -35,11 +35,11 @@ from parcompiler.instruction import (
     parse,
 )
 
-VALUED = MESSAGES | TRANSFERS | EMBEDDING | {Kind.EXCHANGE}  # these a value and a micro-batch
+VALUED = MESSAGES | TRANSFERS | EMBEDDING | {Kind.EXCHANGE}  # these have a value and a micro-batch
 PERIODS = 24  # candidates for the length of a loop's body, the most frequent distances
 SAVED = 2  # lines that a loop must save
 
-# What kinds do that not every reader knows: said where the first one of a list stands.
+# Explanations of uncommon kinds, added to the first one in a list.
 EXPLAINED = {
     Kind.BACKWARD_INPUT: "gradients of inputs; those of weights come later",
     Kind.BACKWARD_WEIGHT: "gradients of weights, which BACKWARD_INPUT left",
@@ -71,12 +71,12 @@ class Repeat:
 
     @property
     def end(self) -> int:
-        """The index behind the last round."""
+        """The index after the last round."""
         return self.start + self.rounds * len(self.body)
 
     @property
     def saved(self) -> int:
-        """How many lines fewer than without it."""
+        """The number of lines saved by the loop."""
         return (self.rounds - 1) * len(self.body) - 1
 
     @property
@@ -91,7 +91,7 @@ class Repeat:
 def written(instructions: Sequence[Instruction], *, sections: bool = False) -> str:
     """The text of a list; with `sections` under headings that say its phases."""
     phases = _phases(instructions) if sections else [("", tuple(instructions))]
-    rows: list[tuple[str, list[str], Kind | None]] = []  # indentation, cells, what may be explained
+    rows: list[tuple[str, list[str], Kind | None]] = []  # indentation, cells, kind to explain
     for heading, lines in phases:
         space = [("", [""], None)] if rows else []
         rows += [*space, ("", [f"# {heading}"], None)] if heading else []
@@ -107,10 +107,10 @@ def written(instructions: Sequence[Instruction], *, sections: bool = False) -> s
 
 
 def _phases(instructions: Sequence[Instruction]) -> list[tuple[str, Sequence[Instruction]]]:
-    """Warm-up, steady state, cool-down and the end of the step, those that there are.
+    """Warm-up, steady state, cool-down and the end of the step, without empty ones.
 
-    The steady state is the loop of forwards and backwards. Where nothing repeats it is what stands
-    between the first backward and the last forward.
+    The steady state is the loop of forwards and backwards or, if nothing repeats, the lines from
+    the first backward to the last forward.
     """
     lines = list(instructions)
     end = len(lines)
@@ -189,7 +189,7 @@ def _repeats(
 
 
 def _cells(item: Instruction, first: int | None = None) -> list[str]:
-    """The words of an instruction by column, those that stand alone as one cell.
+    """The words of an instruction by column, those without columns as one cell.
 
     In a loop whose variable starts with `first`, micro-batches are relative to it.
     """
@@ -218,7 +218,7 @@ def _line(indent: str, cells: Sequence[str], widths: Counter[int]) -> str:
 
 
 def _explained(texts: Sequence[str], kinds: Sequence[Kind | None]) -> Iterator[str]:
-    """The lines, with what the first of each kind does behind it."""
+    """The lines, with an explanation after the first of each kind."""
     explained = {kinds.index(kind): EXPLAINED[kind] for kind in EXPLAINED if kind in kinds}
     width = max((len(texts[place]) for place in explained), default=0)
     for place, text in enumerate(texts):

@@ -20,14 +20,14 @@ from parcompiler.spmd.runtime_call import Piece
 Operand = Callable[[fx.Node], str]
 """The text that stands for a node: an identifier or ``self.attribute``."""
 
-NAMED = torch.dtype | torch.layout | torch.memory_format  # they print as they are written
+NAMED = torch.dtype | torch.layout | torch.memory_format  # their repr is their source
 
 
 def literal(value: object, operand: Operand | None = None) -> str:
     """The source of a constant; `operand` names the nodes in it.
 
     A list that holds nodes stays a list, any other becomes a tuple. Every device becomes the
-    device of the rank: the one that was captured on means nothing there.
+    device of the rank: the device of the capture is irrelevant there.
     """
     if isinstance(value, fx.Node) and operand is not None:
         return operand(value)
@@ -48,7 +48,8 @@ def literal(value: object, operand: Operand | None = None) -> str:
 
 
 def construction(item: object, module: str = "", *, keywords: bool = False) -> str:
-    """The source of a frozen value, without fields that have their default; of others, a literal.
+    """The source of a frozen value, without fields that have their default; any other value as a
+    literal.
 
     Fields without a default go by position unless `keywords` says otherwise.
 
@@ -76,7 +77,7 @@ def string(value: str) -> str:
 
 
 def real(value: float) -> str:
-    """A float by its shortest exact digits; those that have none by name.
+    """A float by its shortest exact digits; non-finite ones by name.
 
     >>> print(real(0.1), real(-0.0), real(math.nan), real(-math.inf))
     0.1 -0.0 float("nan") -float("inf")

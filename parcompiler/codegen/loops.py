@@ -1,4 +1,4 @@
-"""Calls of layers gathered into loops, where each round takes from the one before.
+"""Gathers calls of layers into loops, in which each round reads results of the one before.
 
 h_0 ─► h_1 ─► h_2         for layer in self.h:
  mask ┴──────┘                hidden_states = layer(hidden_states, mask)
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from parcompiler.lower.lowered import Call, StageProgram
 
-PERIODS = range(1, 9)  # a layer has at most so many pieces
+PERIODS = range(1, 9)  # calls in a round: pieces of a layer
 
-# Where an argument of a round comes from: the round itself ("inside") or the one before, with the
-# place of the call and of the result; or from outside of the loop, with the name of the value.
+# The source of an argument of a round: the round itself ("inside") or the one before, with the
+# indices of call and result; or outside of the loop, with the name of the value.
 Source = tuple[str, tuple[int, int] | str]
 
 
@@ -25,9 +25,9 @@ Source = tuple[str, tuple[int, int] | str]
 class Loop:
     """Rounds of calls; a single call is one round of one.
 
-    `fresh` says for each place in a round whether every round has a layer of its own there.
-    `carried` are the values that a round takes from the one before: the place of the call that
-    makes it, the place among its results, and what the first round takes instead.
+    `fresh` says for each position in a round whether every round has a new layer there. `carried`
+    are the values that a round reads from the one before: indices of the call and of its result,
+    and the value that the first round reads instead.
     """
 
     rounds: tuple[tuple[Call, ...], ...]
@@ -53,7 +53,7 @@ def loops(stage: StageProgram, instances: Mapping[str, str]) -> Iterator[Loop]:
 
 
 def _longest(stage: StageProgram, instances: Mapping[str, str], start: int, period: int) -> Loop:
-    """The loop of most rounds that begins at a call and has so many calls a round."""
+    """The longest loop from call `start` on with `period` calls a round."""
     calls = stage.calls[start:]
     rounds = [tuple(calls[:period])]
     best = Loop(tuple(rounds))
@@ -74,7 +74,7 @@ def _longest(stage: StageProgram, instances: Mapping[str, str], start: int, peri
 def _fresh(
     rounds: Sequence[Sequence[Call]], instances: Mapping[str, str]
 ) -> tuple[bool, ...] | None:
-    """For each place whether its layers are all new there, or all one; None if mixed."""
+    """For each position, whether its layers are all new (True) or all the same; None if mixed."""
     fresh = []
     for members in zip(*rounds, strict=True):
         layers = [instances[call.block.name] for call in members]
@@ -87,7 +87,8 @@ def _fresh(
 
 
 def _carried(rounds: Sequence[Sequence[Call]]) -> tuple[tuple[int, int, str], ...] | None:
-    """What each round takes from the one before; None when rounds are not wired alike."""
+    """The values that each round reads from the one before; None if rounds are wired
+    differently."""
     first, second = sources(rounds[0], ()), sources(rounds[1], rounds[0])
     initial: dict[tuple[int, int], str] = {}
     for (kind, value), (again, place) in zip(first, second, strict=True):
@@ -103,7 +104,7 @@ def _carried(rounds: Sequence[Sequence[Call]]) -> tuple[tuple[int, int, str], ..
 
 
 def sources(calls: Sequence[Call], before: Sequence[Call]) -> list[Source]:
-    """Where each argument of a round comes from, call after call."""
+    """The source of each argument of a round, call by call."""
     here = {name: (p, r) for p, call in enumerate(calls) for r, name in enumerate(call.results)}
     there = {name: (p, r) for p, call in enumerate(before) for r, name in enumerate(call.results)}
     places: list[Source] = []

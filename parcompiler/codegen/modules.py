@@ -31,8 +31,8 @@ def vocabulary_class(lowered: Lowered, device: str) -> type[Vocabulary] | None:
 
 
 def functions(lowered: Lowered, device: str) -> dict[str, Any]:
-    """What a worker gets of models that have it, by its keywords: what hooks do to gradients, by
-    the name of the parameter, and what counts the targets that the loss is a mean over."""
+    """Optional keyword arguments of a worker: `hooks` on gradients, by parameter name, and
+    `counted`, which counts the targets that the loss is a mean over."""
     made: dict[str, Any] = {}
     if lowered.graph.hooks:
         made["hooks"] = _import(hooks_module(lowered.graph, device), "hooks", "HOOKS")
@@ -42,7 +42,7 @@ def functions(lowered: Lowered, device: str) -> dict[str, Any]:
 
 
 def _import(text: str, module_name: str, kind: str) -> Any:
-    """A class of the text as a module; tracebacks show its lines."""
+    """Run a text as a module and return its attribute `kind`; tracebacks show its lines."""
     name = f"<parcompiler {module_name}.py>"
     module = ModuleType(module_name)
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)

@@ -1,4 +1,4 @@
-"""One node of a captured graph as the Python that a person would have written for it.
+"""One node of a captured graph as idiomatic Python.
 
 >>> graph = fx.Graph()
 >>> x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -13,8 +13,8 @@
 'torch.ops.aten.logaddexp.default(x, w)'
 
 The text may use `torch`, `F` (torch.nn.functional), `runtime`, `DEVICE` (the device of the rank)
-and `self.training`: what was captured in training mode follows the mode of the module, what was
-captured in evaluation mode stays so.
+and `self.training`: operators captured in training mode follow the mode of the module, those
+captured in evaluation mode stay in it.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from parcompiler.codegen.spellings import Spelling, fill, spellings
 from parcompiler.errors import InputError
 from parcompiler.spmd.runtime_call import RuntimeCall
 
-OPEN_END = 2**63 - 1  # where a slice without an end ends
+OPEN_END = 2**63 - 1  # the end of a slice without an end
 
 BUILTINS: Mapping[object, str] = {
     operator.getitem: "{}[{}]",
@@ -76,7 +76,7 @@ def expression(node: fx.Node, operand: Operand, *, deferring: bool = False) -> s
 
 
 def _of_runtime(node: fx.Node, operand: Operand) -> str:
-    """A function of the runtime; an operator among its arguments goes by its full name."""
+    """A call of the runtime; an operator among its arguments is written by its full name."""
     texts = [_full_name(item) if isinstance(item, torch._ops.OpOverload) else literal(item, operand)
              for item in node.args]  # fmt: skip
     for name, value in node.kwargs.items():
@@ -95,7 +95,7 @@ def _builtin(node: fx.Node, operand: Operand) -> str:
 
 
 def _spelled(call: BoundCall) -> str | None:
-    """The first spelling that says all there is to say, if there is one."""
+    """The first spelling that has all arguments which are not defaults, if any."""
     needed = call.values.keys() - call.defaults
     return next((fill(item, call) for item in spellings(call.key) if needed <= item.names), None)
 
@@ -113,7 +113,7 @@ def _in_full(call: BoundCall) -> str:
 
 
 def _full_name(target: torch._ops.OpOverload) -> str:
-    """An operator, whatever it is called."""
+    """The full name of an operator, also if that is no valid Python."""
     namespace, name = target._schema.name.split("::")
     head = "torch.ops"
     for part in (namespace, name, target._schema.overload_name or "default"):
@@ -122,7 +122,7 @@ def _full_name(target: torch._ops.OpOverload) -> str:
 
 
 def _member(owner: str, name: str) -> str:
-    """An attribute, also where its name is none in Python (`aten.random.from`)."""
+    """An attribute access, also for a name that Python does not allow (`aten.random.from`)."""
     mangled = name.startswith("__") and not name.endswith("__")
     if name.isidentifier() and not iskeyword(name) and not mangled:
         return f"{owner}.{name}"
@@ -152,7 +152,7 @@ def _at(call: BoundCall, index: str) -> str:
 
 
 def _index(call: BoundCall) -> str | None:
-    """`x[:, i]`; a tensor without dimensions is another index in Python: a number."""
+    """`x[:, i]`; not for a tensor without dimensions, which Python would take for a number."""
     indices = call.values["indices"]
     assert isinstance(indices, list | tuple)
     while indices and indices[-1] is None:
@@ -165,7 +165,7 @@ def _index(call: BoundCall) -> str | None:
 
 
 def _index_put(call: BoundCall) -> str | None:
-    """The method takes no gaps among its indices."""
+    """`index_put` as a method, which takes no None among its indices."""
     indices = call.values["indices"]
     assert isinstance(indices, list | tuple)
     return None if None in indices else _spelled(call)
@@ -178,25 +178,26 @@ def _embedding(call: BoundCall) -> str | None:
 
 
 def _histogram(call: BoundCall) -> str | None:
-    """A histogram; of integers by the runtime, as programs of GPUs are run on CPUs too."""
+    """A histogram; for integers the runtime's, as programs for GPUs may run on CPUs too."""
     operand = call.values["self"]
     integers = isinstance(operand, fx.Node) and not operand.meta["val"].is_floating_point()
     return fill(HISTOGRAM, call) if integers else _spelled(call)
 
 
 def _einsum(call: BoundCall) -> str | None:
-    """An einsum in a fixed order: for three operands or more `torch.einsum` chooses one by what is
+    """An einsum; with three or more operands in full, as `torch.einsum` chooses an order by what is
     installed."""
     operands = call.values["tensors"]
     return _spelled(call) if isinstance(operands, list | tuple) and len(operands) < 3 else None
 
 
 def _view(call: BoundCall) -> str | None:
-    """A view by the operand's own sizes, as far as they stay: batch and sequence are no constants.
+    """A view that reads unchanged sizes off the operand, so that batch and sequence are no
+    constants.
 
-    Leading dimensions that stay are read from the operand; what is made of all others, or of those
-    before the ones that stay at the end, is -1. In row-major order these are the same dimensions,
-    whatever their sizes.
+    Unchanged leading dimensions are read from the operand; the dimension made from all others, or
+    from those before unchanged trailing ones, is -1. In row-major order this is right for all
+    sizes.
     """
     name, before, sizes = _reshaped(call, "size" if "size" in call.values else "shape")
     if not before or not sizes or not all(before):
@@ -205,7 +206,7 @@ def _view(call: BoundCall) -> str | None:
     after = [math.prod(before) // known if size == -1 else size for size in sizes]
     kept = _common(before, after)
     ending = 0 if kept else _common(before[::-1], after[::-1])
-    joined = len(after) - kept - ending == 1 and kept < len(before)  # all that is left, to one
+    joined = len(after) - kept - ending == 1 and kept < len(before)  # all the rest becomes one
     if not kept and not joined:
         return None
     rest = ["-1", *map(str, after[kept + 1 :])] if joined else [str(size) for size in sizes[kept:]]
@@ -216,7 +217,7 @@ def _view(call: BoundCall) -> str | None:
 
 
 def _expand(call: BoundCall) -> str | None:
-    """An expansion in which dimensions that stay are -1."""
+    """An expansion in which unchanged dimensions are -1."""
     name, before, sizes = _reshaped(call, "size")
     new = len(sizes) - len(before)
     if not before or not {"implicit"} <= call.defaults:
@@ -228,10 +229,10 @@ def _expand(call: BoundCall) -> str | None:
 
 
 def _reshaped(call: BoundCall, argument: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The operand of a change of shape, its sizes, and those that are asked for.
+    """The operand of a reshape, its sizes, and the requested sizes.
 
-    Both are empty where the operand is no variable, or some size is no plain number (but follows
-    from data).
+    Both are empty if the operand is no variable, or some size is no plain number (it depends on
+    data).
     """
     owner, sizes, name = call.values["self"], call.values[argument], call.text("self")
     assert isinstance(sizes, list | tuple)
@@ -243,7 +244,7 @@ def _reshaped(call: BoundCall, argument: str) -> tuple[str, tuple[int, ...], tup
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many elements of two sequences are equal before the first that differ."""
+    """The length of the common prefix of two sequences."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return len(list(pairs))
 

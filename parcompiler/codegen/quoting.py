@@ -28,13 +28,13 @@ def docstring(text: str) -> str:
 def paragraph(text: str, indent: int = 0) -> str:
     """Any text as the inside of a docstring, broken into lines."""
     shown = _inside("".join(char if char.isprintable() else "?" for char in text))
-    quotes = " " * 3  # they stand before the first line and behind the last
+    quotes = " " * 3  # before the first line and after the last
     lines = textwrap.wrap(shown, WIDTH - indent - 3, initial_indent=quotes, break_on_hyphens=False)
     return f"\n{' ' * indent}".join(lines).strip()
 
 
 def _inside(text: str) -> str:
-    """Text that cannot end a docstring; one that ends in a quote would."""
+    """Text without quotes and backslashes, which could end a docstring."""
     return text.replace("\\", "/").replace('"', "'")
 
 

@@ -1,7 +1,7 @@
-"""The script of a rank: who it is, its modules, its instruction list.
+"""The script of a rank: its title, its modules, its instruction list.
 
-rank_0.py   for ranks 0 to 3: all that is done at pipeline coordinate 0; the process's RANK says
-rank_4.py   for ranks 4 to 7  which of them it is
+rank_0.py   for ranks 0 to 3: the program of pipeline coordinate 0; the process's RANK
+rank_4.py   for ranks 4 to 7  tells which rank it is
 rank_5.py   says who rank 5 is, and runs rank_4.py
 """
 
@@ -122,7 +122,7 @@ _PEERS_OF_DATA = "; gradients are summed over the ranks of all data coordinates 
 
 
 def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
-    """The value that the runtime executes for one rank; the script writes the same down."""
+    """The program that the runtime executes for one rank; its script contains the same value."""
     graph, grid = lowered.graph, lowered.grid
     at = grid.coordinate(rank)
     position = at.pipeline
@@ -182,7 +182,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
 
 
 def _kept(lowered: Lowered, name: str, node: fx.Node) -> KeptOutput:
-    """An output that is kept: where it is made, and how tensor ranks hold it."""
+    """A kept output: the stage that makes it, and its placement on tensor ranks."""
     graph, value = lowered.graph, lowered.variables[node]
     whole: torch.Tensor = node.meta.get("whole", node.meta["val"])
     (placement,) = node.meta.get("placements", (R,))
@@ -213,7 +213,7 @@ def _kept(lowered: Lowered, name: str, node: fx.Node) -> KeptOutput:
 
 
 def _dimensions(lowered: Lowered, name: str) -> list[tuple[int, Shard | None]]:
-    """The sizes of a value between stages, with how one is split whose pieces are not equal."""
+    """The sizes of a value between stages, with the shard of a dimension that is split unevenly."""
     dimensions: list[tuple[int, Shard | None]] = [
         (size, None) for size in lowered.values[name].shape
     ]
@@ -231,7 +231,8 @@ def _dimensions(lowered: Lowered, name: str) -> list[tuple[int, Shard | None]]:
 
 
 def _distinguishing(lowered: Lowered) -> Iterator[str]:
-    """What tells apart programs with equal lists: copies, what data ranks do, the model's hooks."""
+    """Properties that distinguish programs with equal lists: copies, updates of data ranks,
+    hooks."""
     if lowered.grid.copies > 1:
         yield str(lowered.grid)
     if lowered.updates != ALL_REDUCE:
@@ -244,7 +245,7 @@ def _distinguishing(lowered: Lowered) -> Iterator[str]:
 def rank_script(lowered: Lowered, program: RankProgram, *, compiled: bool = False) -> str:
     """The text of `rank_N.py` for the first rank N at a pipeline coordinate; all there run it.
 
-    `compiled` is whether its layers are, unless it is told otherwise.
+    `compiled` is the script's default for compiling layers.
     """
     position, copies = program.coordinate.pipeline, program.grid.copies
     stages = lowered.on_rank(position)
@@ -298,7 +299,7 @@ def further_script(lowered: Lowered, program: RankProgram) -> str:
 
 
 def _title(lowered: Lowered, program: RankProgram, *, shared: bool = False) -> str:
-    """Who a rank is, or who those are that share a script."""
+    """The title of a rank, or of the ranks that share a script."""
     at = program.coordinate
     stages = [stage.index for stage in lowered.on_rank(at.pipeline)]
     what = f"stage{'s' * (len(stages) > 1)} {numbers(stages)}"
@@ -345,7 +346,7 @@ def _comment(text: str) -> str:
 
 
 def _constants(graph: Graph) -> dict[str, object]:
-    """The values of the inputs that a model was captured on that are no tensors, by key."""
+    """The non-tensor values of the inputs that the model was captured on, by key."""
     leaves = () if graph.sample is None else flat(graph.sample)
     return {key: leaf for key, leaf in leaves if isinstance(leaf, PLAIN)}
 
@@ -362,7 +363,7 @@ def _own_rows(program: RankProgram, *, shared: bool) -> str:
 
 
 def _tables(lowered: Lowered, program: RankProgram) -> Iterator[str]:
-    """The tables of what goes in and out, those that have a row."""
+    """The tables of inputs, values and the like, without empty ones."""
     if program.grid.copies > 1:
         first, copies = program.grid.rank(program.coordinate.pipeline), program.grid.copies
         yield f"RANK = rank_among(range({first}, {first + copies}))  # the rank of this process\n"

@@ -1,4 +1,4 @@
-"""How people write the operators of ATen: a table of Python, and how a line of it is filled in.
+"""Idiomatic Python for the operators of ATen: a table of spellings, and how one is filled in.
 
 >>> [spelling.text for spelling in spellings("add.Tensor")]
 ['self + other', 'torch.add(self, other, alpha=alpha)']
@@ -16,10 +16,10 @@ from parcompiler.codegen.literals import literal
 MODULES = frozenset({"torch", "F", "runtime"})
 SWITCHES = frozenset({"cudnn_enable", "cudnn_enabled"})  # of the machine that captured
 
-# A spelling is Python in the argument names of the operator's schema, and stands before the
-# operators that it fits; `{op}` is the name of the operator, and no overload means `.default`.
+# A spelling is Python in the argument names of the operator's schema, followed by the operators
+# that it fits; `{op}` is the name of the operator, and no overload means `.default`.
 #
-#   * An argument that has its default value is left out, and what follows it goes by keyword.
+#   * An argument with its default value is left out; those after it are passed by keyword.
 #   * `*size` spreads a list of sizes; k equal sizes for an `int[k]` are written as one.
 #   * An operator takes the first spelling that names all its arguments that are not defaults.
 #     Where there is none, its full name under `torch.ops` is used.
@@ -268,7 +268,7 @@ class Spelling:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The arguments that it can say; switches of the machine that captured need no saying."""
+        """The arguments that it covers; switches of the capturing machine count as covered."""
         found = {node.id for node in ast.walk(ast.parse(self.text)) if isinstance(node, ast.Name)}
         return frozenset(found - MODULES | SWITCHES)
 
@@ -296,7 +296,7 @@ def fill(spelling: Spelling, call: BoundCall) -> str:
 
 
 class _Fill(ast.NodeTransformer):
-    """Every name becomes the source of that argument; `ast` prints a name as it stands."""
+    """Every name becomes the source of that argument; `ast` prints a name verbatim."""
 
     def __init__(self, call: BoundCall) -> None:
         self.call = call
@@ -316,7 +316,7 @@ class _Fill(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
-        """Leave out what goes without saying; after a gap, arguments go by keyword."""
+        """Leave out arguments with defaults; those after a gap are passed by keyword."""
         arguments: list[ast.expr] = []
         keywords: list[ast.keyword] = []
         for position, item in enumerate(node.args):
@@ -331,13 +331,14 @@ class _Fill(ast.NodeTransformer):
         return ast.Call(self.visit(node.func), arguments, keywords)
 
     def _keyword(self, name: str | None, value: ast.expr) -> list[ast.keyword]:
-        """The argument by keyword, if it must be said; a part that is no argument always must."""
+        """The argument by keyword, unless it may be left out; expressions that are no argument may
+        not."""
         if _name(value) and self.call.needs_no_keyword(_name(value)):
             return []
         return [ast.keyword(name, self.visit(value))]
 
     def _spread(self, name: str) -> list[ast.expr]:
-        """A list as arguments of their own: `x.view(2, 3)`, but `x.view(())`."""
+        """A list as separate arguments: `x.view(2, 3)`, but `x.view(())`."""
         values = self.call.values[name]
         if not isinstance(values, list | tuple):
             return [ast.Name(f"*{self.call.text(name)}")]
@@ -346,5 +347,5 @@ class _Fill(ast.NodeTransformer):
 
 
 def _name(node: ast.expr) -> str:
-    """The argument that a part of a spelling stands for, if it does."""
+    """The name of the argument that a part of a spelling is; "" if it is none."""
     return node.id if isinstance(node, ast.Name) else ""

@@ -30,7 +30,7 @@ from parcompiler.naming.source import Frame, frames
 from parcompiler.naming.variables import argument_names
 from parcompiler.report.names import ranges
 
-BESIDE = "are computed beside the next collective"  # of a whole backward
+BESIDE = "are computed beside the next collective"  # text for a whole backward
 
 
 class StageWriter:
@@ -43,8 +43,8 @@ class StageWriter:
         self.device = device
         self.effects = Effects(lowered.graph.fx_graph)
         self.layers = StageLayers(lowered, stage)
-        # The values that layers read, and the prologue: what is computed once, and the rest for
-        # each micro-batch.
+        # The values that layers read, and the prologue: constants, and the rest for each
+        # micro-batch.
         self._arguments = {name for call in stage.calls for name in call.arguments}
         fixed = constants(self.graph)
         self._fixed = [node for node in stage.prologue if node in fixed]
@@ -64,14 +64,14 @@ class StageWriter:
         return module_text(opening, body, (*nodes, *self.stage.prologue), self.device)
 
     def _title(self) -> str:
-        """What this stage is."""
+        """The title of the module."""
         count = len(self.lowered.stages)
         names = dict.fromkeys(call.block.name.partition("@")[0] for call in self.stage.calls)
         blocks = ranges([docstring(name) for name in names])
         return f"Stage {self.stage.index} of {count} of {docstring(self.graph.name)}: {blocks}."
 
     def _flow(self) -> str:
-        """What comes in and goes out, in words."""
+        """Inputs and outputs of the stage."""
         came = [*self.stage.inputs, *self.stage.receives]
         gone = [*self.stage.gives, *(["the loss"] if self.stage.loss else [])]
         gone += [f"{name} (kept)" for name in self.stage.keeps]
@@ -87,8 +87,8 @@ class StageWriter:
             yield self._class(blocks, when)
 
     def _class(self, instances: Sequence[Block], when: str) -> str:
-        """The class of a template, from the blocks that are its instances; `when` says when the
-        gradients of weights come that are left for later."""
+        """The class of a template, from the blocks that are its instances; `when` says when weight
+        gradients that are left for later are computed."""
         graph, block = self.graph, instances[0]
         deferring, again = self._deferring(instances), self._again[block.template]
         inputs = [item.inputs for item in instances]
@@ -122,8 +122,8 @@ class StageWriter:
         return "\n".join(parts)
 
     def _deferring(self, instances: Sequence[Block]) -> set[fx.Node]:
-        """The nodes of the first of some equal blocks that leave gradients of weights for later;
-        not beside a collective where any of the blocks shares the weight."""
+        """The nodes of the first of some equal blocks that leave weight gradients for later; in a
+        whole backward none whose weight any of the blocks shares."""
         block, graph = instances[0], self.graph
         tensors = [[graph.by_name[binding.name] for binding in x.tensors] for x in instances]
         trained = {item.node for item in tensors[0] if item.trainable}
@@ -190,7 +190,7 @@ class StageWriter:
         return further
 
     def _constants(self, further: dict[str, Parameter]) -> list[str]:
-        """The method for what depends on no input and no parameter."""
+        """The method `constants`, for nodes that depend on no input and no parameter."""
         if not self._once:
             return []
         return [
@@ -202,7 +202,7 @@ class StageWriter:
         ]
 
     def _prologue(self, further: dict[str, Parameter]) -> list[str]:
-        """The lines for what is there before the layers run, and is not received."""
+        """The lines for values that exist before the layers run, and are not received."""
         lines = []
         if self._once:
             lines.append(wrap(f"{_tuple(self._once.values())} = self.once", 8))
@@ -241,7 +241,7 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def _title(instances: Sequence[Block]) -> str:
-    """Which layers of the model a class is, and where they begin in its source."""
+    """The layers of the model that a class is for, and where they begin in the source."""
     listed = ranges([docstring(block.name) for block in instances])
     frame = _beginning(instances[0])
     if frame is None:
@@ -251,7 +251,7 @@ def _title(instances: Sequence[Block]) -> str:
 
 
 def _beginning(block: Block) -> Frame | None:
-    """The line of the layer's own forward that comes first; else the innermost of the model."""
+    """The first line of the layer's own forward; else the innermost line of the model."""
     for node in block.nodes:
         paths = [step.path for step in steps(node)]
         calls = [frame for frame in frames(node) if frame.function == "forward"]

@@ -1,7 +1,7 @@
-"""The module of the vocabulary: the tables that every rank holds rows of, and what is done first.
+"""The module of the vocabulary: tables with rows on every rank, and functions of the model.
 
-The runtime has the passes; what is the model's own, which words are looked up, which classes are
-the labels and what happens to logits, is written here as methods.
+The runtime has the passes; the model's own parts are methods here: the indices of lookups, the
+labels, and functions of logits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def held_whole(graph: Graph, spread: Spread) -> tuple[str, ...]:
 
 @cache
 def reserved() -> frozenset[str]:
-    """What the class has besides its tensors and methods, so that none of them may be called so."""
+    """Further attributes of the class, names that tensors and methods must not have."""
     further = {"method", "size", "lookups", "head", "targets", "logits", "indices"}
     return ATTRIBUTES | further | frozenset(dir(runtime.Vocabulary(1, 0)))
 
@@ -87,7 +87,7 @@ class VocabularyWriter:
 
     @cached_property
     def methods(self) -> dict[str, tuple[str, Sequence[str], fx.Graph]]:
-        """Name -> what it is, its arguments and its graph."""
+        """Name -> description, arguments and graph."""
         methods: dict[str, tuple[str, Sequence[str], fx.Graph]] = {}
         for value, name in self._indices.items():
             item = next(item for item in self.spread.lookups if item.value == value)
@@ -157,7 +157,7 @@ class VocabularyWriter:
     def _method(
         self, name: str, remark: str, arguments: Sequence[str], small: fx.Graph
     ) -> list[str]:
-        """A method that computes what a small graph computes."""
+        """A method that computes a small graph."""
         read = small.find_nodes(op="placeholder")
         operands = {node: self._operand(node, arguments) for node in read}
         floating = {node.name for node in read if node.meta["val"].is_floating_point()}
@@ -171,7 +171,7 @@ class VocabularyWriter:
         return result.op == "placeholder" and inputs == (self._operand(result, inputs),)
 
     def _operand(self, node: fx.Node, arguments: Sequence[str]) -> str:
-        """What a small graph reads: a buffer of this module or an argument of the method."""
+        """The expression for an input of a small graph: a buffer of this module or an argument."""
         if node.name in self.graph.by_node:
             return f"self.{self.attributes[self.graph.by_node[node.name].name]}"
         known = self.graph.placeholders.get(node.name)
