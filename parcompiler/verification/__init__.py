@@ -5,6 +5,6 @@
     the exported program, one process per rank ─────────────────┘  parameters after a step
       pool.py, rank_process.py
 
-`program.verify()` is the door; it calls `check.check`. This file imports nothing, because processes
-that run ranks start faster without the model's half.
+The entry is `program.verify()`, which calls `check.check`. This file imports nothing, because
+processes that run ranks start faster without the model's half.
 """

@@ -18,8 +18,8 @@ Numbers = dict[str, list[int]]  # of draws of random numbers, by operator
 
 
 def random_batch(graph: Graph, microbatches: int, seed: int) -> dict[str, torch.Tensor]:
-    """A batch by keys: normal floats, integers below their bounds; what has no bound and what is
-    0 or 1 everywhere (masks) is repeated from the inputs that the model was compiled with."""
+    """A batch by keys: normal floats, integers below their bounds. Inputs without a bound, and
+    those that are 0 or 1 everywhere (masks), repeat the values that the model was compiled with."""
     generator = torch.Generator().manual_seed(seed)
     examples = dict(flat(graph.sample))
     batch = {}
@@ -61,7 +61,7 @@ def piece(graph: Graph, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, 
 
 
 def _is_fixed(example: torch.Tensor, high: int | None) -> bool:
-    """Whether random values could be invalid in the place of an example's."""
+    """Whether random values could be invalid in place of an example's."""
     binary = bool(((example == 0) | (example == 1)).all())
     return example.dtype == torch.bool or (binary and (high is None or high <= 2))
 
@@ -108,6 +108,6 @@ class _DrawCounter(fx.Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator; what a model on the meta device makes there is made on the CPU."""
+        """Call an operator, on the CPU in place of the meta device."""
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         return super().call_function(target, args, kwargs)

@@ -1,16 +1,17 @@
-"""`program.verify()`: the program as it is, and lifted to float64, against the original model.
+"""`program.verify()`: compares the program, as it is and lifted to float64, with the original
+model.
 
 An asynchronous program is compared with its re-enactment by the model (`reference.reenacted`), and
 has no gradients left to compare: its updates have used them. With several data ranks the batch is
-that of all of them, and buffers are compared with those of the first; a model with SyncBatchNorms
-runs on the batches of all at once (`synchronized.py`).
+that of all of them, and buffers are compared with those of the first rank; a model with
+SyncBatchNorms runs on the batches of all ranks at once (`synchronized.py`).
 
 In float64 a mistake cannot hide behind rounding; a model of many FLOPs runs on shorter rows there
-(`shorter.py`), and as it is if anything differs. In 16 bits the model in one process has the same
-recipe (`capture/narrow.py`, masters in float32, one scale of the loss) and differences are judged
-by that rounding; that the division is right is what float64 shows. What runs is the exported
-folder, so the emitted code itself is proved. Random operators draw from a seed of their own
-(micro-batch, position in the model), the same on both sides.
+(`shorter.py`), and at full size if anything differs. In 16 bits the model in one process uses the
+same recipe (`capture/narrow.py`, masters in float32, one loss scale), and the tolerance is that of
+16-bit rounding; float64 shows that the division is right. The ranks run the exported folder, so the
+emitted code itself is verified. Random operators draw from their own seeds (micro-batch, position
+in the model), the same on both sides.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from parcompiler.verification.reference import (
 from parcompiler.verification.shorter import shortened
 from parcompiler.verification.synchronized import accumulated_together
 
-# Linear in the gradients, so that rounding is not amplified; momentum counts from the first step
-# on, and decay tells a gradient that is zero from none.
+# Linear in the gradients, so that rounding is not amplified; momentum has an effect from the first
+# step on, and weight decay distinguishes a zero gradient from none.
 OPTIMIZER = "SGD"
 OPTIONS = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 ROUND = 2  # steps from one average of weights to the next
@@ -66,12 +67,12 @@ STEPS = {
     "asynchronous": 4,
     "local": 2 * ROUND,
     "powersgd": 3,
-}  # by way of the data axis, so that what it keeps is used
-OTHER_SCALE = 0.75  # of the loss: the same gradients, rounded otherwise
-SLOW = 1e9  # FLOPs/s of a machine on which ranks are still waited for
+}  # steps by way of the data axis, so that its state is used
+OTHER_SCALE = 0.75  # of the loss: same gradients, other rounding
+SLOW = 1e9  # FLOP/s of the slowest machine to wait for
 COMPILING = 900  # s that the ranks may take to compile their layers
-MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
-MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
+MOST_ROUNDING = 1e-2  # relative; a model further from float64 draws other numbers
+MOST_NARROW_ROUNDING = 0.25  # likewise in 16 bits: a missing gradient has an error of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Ranks:
 
 
 class _NoReference(Exception):
-    """The original model itself cannot run in a precision."""
+    """The original model cannot run in a precision."""
 
 
 def check(
@@ -100,15 +101,15 @@ def check(
 ) -> Verification:  # fmt: skip
     """Compare a program with its original model.
 
-    `compiled` has the ranks compile their layers, `full` float64 the compiled sizes; the ranks
-    are on `device`.
+    With `compiled` ranks compile their layers, with `full` float64 runs at the compiled sizes; the
+    ranks are on `device`.
     """
     ranks = Ranks(device, compiled)
     if program.model is None:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
-    with Progress(progress) as steps, one_thread():  # sums are rounded in the order of the ranks
-        pool().start(program.lowered.grid.size)  # they import torch beside the model's steps
+    with Progress(progress) as steps, one_thread():  # as on ranks, for equal rounding
+        pool().start(program.lowered.grid.size)  # they import torch while the model runs
         verification = None if full else _on_shorter_rows(program, seed, steps, ranks)
         return verification or _as_compiled(program, seed, steps, ranks)
 
@@ -118,11 +119,11 @@ def _on_shorter_rows(
 ) -> Verification | None:
     """The comparison of a large step, in float64 at smaller sizes; the ranks run beside the model.
 
-    None: it is not large, or has no smaller sizes, or anything went wrong or differs.
+    None if it is not large, has no smaller sizes, or anything goes wrong or differs.
     """
     with steps("smaller sizes for float64"):
         double = shortened(program)
-    if double is None or program.problem.graph.narrow == torch.float16:  # whose scale is searched
+    if double is None or program.problem.graph.narrow == torch.float16:  # its scale is searched
         return None
     graph, dtype = program.problem.graph, program.problem.options.dtype
     patience = PATIENCE + double.flops / SLOW
@@ -134,21 +135,21 @@ def _on_shorter_rows(
                 job = _job(variant, path, _batches(variant, seed), seed, patience, ranks)
                 running = beside.submit(pool().run, job, variant.lowered.grid.size)
                 lifted = _trial(program, double.graph, seed, torch.float64, folder, ranks)
-                if lifted.compiled_inputs:  # the model takes no random ones: once more
+                if lifted.compiled_inputs:  # the model refused random inputs: run again
                     pool().close()
                     batches = _batches(variant, seed, of_inputs=True)
                     job = _job(variant, path, batches, seed, patience, ranks)
                     running = beside.submit(pool().run, job, variant.lowered.grid.size)
-                running_lifted = beside.submit(lifted.run)  # behind it
+                running_lifted = beside.submit(lifted.run)  # after the first run
             with steps("the model in one process, beside the ranks"):
                 reference = _reference(variant, job.batches, seed, dtype)
                 trial = Trial(variant, job, dtype, reference, lifted.compiled_inputs)
                 native = trial.judged(running.result())
                 exact = lifted.judged(running_lifted.result())
-        except Exception:  # the program as it was compiled shows what is wrong, if anything is
+        except Exception:  # a run at full size will show what is wrong, if anything
             pool().close()
             return None
-        except BaseException:  # an interruption: nobody asks for the ranks any more
+        except BaseException:  # an interruption: the ranks are no longer needed
             pool().close()
             raise
     exact = dataclasses.replace(exact, sizes=double.sizes)
@@ -157,7 +158,7 @@ def _on_shorter_rows(
 
 
 def _as_compiled(program: Compiled, seed: int, steps: Progress, ranks: Ranks) -> Verification:
-    """The comparison; the ranks run while the model runs in float64."""
+    """The comparison at the compiled sizes; the ranks run while the model runs in float64."""
     graph, note = program.problem.graph, ""
     with TemporaryDirectory(prefix="parcompiler-") as folder:
         with steps("the model in one process"):
@@ -174,7 +175,7 @@ def _as_compiled(program: Compiled, seed: int, steps: Progress, ranks: Ranks) ->
                 double = _lifted(program, seed, folder, ranks)
             except _NoReference as error:
                 note = "; ".join(filter(None, (f"no float64 comparison: {error}", note)))
-            except BaseException:  # an interruption too: nobody asks for the ranks any more
+            except BaseException:  # interruptions too: the ranks are no longer needed
                 pool().close()
                 raise
             native = trial.judged(running.result())
@@ -184,9 +185,9 @@ def _as_compiled(program: Compiled, seed: int, steps: Progress, ranks: Ranks) ->
             lifted = double.judged(double.run())
     reference, exact = trial.reference, double.reference
     if not native.ok and lifted.ok and native.compiled_inputs == lifted.compiled_inputs:
-        # A batch norm of two values, say, turns the last bits of its operands into the fifth digit
-        # of their gradients, and a program that adds in another order is as far from the model as
-        # the model is from the truth. What float64 has shown to be equal is not called different.
+        # A batch norm of two values, say, amplifies the last bits of its operands to the fifth
+        # digit of their gradients: a program that adds in another order is as far from the model as
+        # the model is from the exact result. What is equal in float64 is not reported as different.
         narrow = _narrowest(graph)
         rounding = compare(exact, reference, exact.gradients.keys(), narrow).largest
         if rounding < (MOST_ROUNDING if narrow is None else MOST_NARROW_ROUNDING):
@@ -195,14 +196,14 @@ def _as_compiled(program: Compiled, seed: int, steps: Progress, ranks: Ranks) ->
 
 
 def _notes(program: Compiled, trial: Trial) -> str:
-    """How far compressed gradients are from whole ones, and what data ranks update alone."""
+    """The error of compressed gradients, and buffers that each data rank updates by itself."""
     error = trial.reference.compression_error
     packed = "" if error is None else f"compressed gradients are {error:.1e} from whole ones"
     return "; ".join(filter(None, (packed, _note_on_buffers(program))))
 
 
 def _note_on_buffers(program: Compiled) -> str:
-    """What each data rank updates by its own micro-batches alone."""
+    """The note on buffers that each data rank updates by its own micro-batches only."""
     graph, ranks = program.problem.graph, program.lowered.grid.batches
     names = [repr(parameter.name) for parameter in graph.parameters if parameter.mutated]
     if ranks == 1 or not names or is_synchronized(graph.fx_graph):
@@ -215,7 +216,8 @@ def _note_on_buffers(program: Compiled) -> str:
 
 
 def _lifted(program: Compiled, seed: int, folder: str, ranks: Ranks) -> Trial:
-    """The trial in float64. Raises _NoReference where the model has an operator without it."""
+    """The trial in float64. Raises _NoReference if the model has an operator without a float64
+    kernel."""
     options, mesh = program.problem.options, program.problem.mesh
     double = prepared(program.captured, options, mesh, torch.float64)
     for node in double.fx_graph.nodes:
@@ -240,14 +242,14 @@ def _lifted(program: Compiled, seed: int, folder: str, ranks: Ranks) -> Trial:
 
 
 def _fault(node: fx.Node) -> str:
-    """Why a Function does not run in the precision of a lifted graph, as the ranks run it; empty
-    where it does, or nodes that are none."""
+    """Why a node's custom Function does not run in the precision of a lifted graph; "" if it does,
+    and for other nodes."""
 
     def stand_in(operand: fx.Node) -> Any:
         value = operand.meta["val"]
         made = torch.ones(value.shape, dtype=value.dtype)
         if not made.is_floating_point():
-            return made.zero_()  # an index, say
+            return made.zero_()  # e.g. an index
         return made.requires_grad_().clone()  # which a Function may update
 
     if not isinstance(node.target, Applied) or not all(map(is_sendable, node.all_input_nodes)):
@@ -257,7 +259,7 @@ def _fault(node: fx.Node) -> str:
             for one in tensors_of(node.target(*fx.map_arg(node.args, stand_in))):
                 if one.requires_grad:
                     one.sum().backward(retain_graph=True)
-    except Exception as error:  # whatever a user's Function raises
+    except Exception as error:  # a user's Function may raise anything
         return str(error).partition("\n")[0] or repr(error)
     return ""
 
@@ -280,7 +282,7 @@ def _trial(
     try:
         batches, reference, compiled_inputs = _on_some_batches(variant, seed, dtype)
     except (RuntimeError, NotImplementedError) as error:
-        if graph is program.problem.graph:  # it does not run as it was compiled either
+        if graph is program.problem.graph:  # it does not run at the compiled precision either
             raise
         raise _NoReference(str(error).splitlines()[0]) from error
     patience = PATIENCE + 30 * (time.perf_counter() - begin)
@@ -295,7 +297,7 @@ def _job(
     variant: Compiled, path: Path, batches: Sequence[Mapping[str, torch.Tensor]], seed: int,
     patience: float, ranks: Ranks,
 ) -> Job:  # fmt: skip
-    """What the ranks of an exported program are to do."""
+    """The job for the ranks of an exported program."""
     graph = variant.problem.graph
     draws = None
     if graph.random:
@@ -315,7 +317,7 @@ def _options(graph: Graph) -> dict[str, float | bool]:
 
 @dataclass
 class Trial:
-    """A program in one precision, and what the original model makes of the same batches."""
+    """A program in one precision, and the outcome of the original model on the same batches."""
 
     variant: Compiled
     job: Job
@@ -324,7 +326,7 @@ class Trial:
     compiled_inputs: bool
 
     def run(self) -> Outcome:
-        """What the ranks make of them."""
+        """The outcome of the ranks."""
         return pool().run(self.job, self.variant.lowered.grid.size)
 
     def judged(self, outcome: Outcome) -> Errors:
@@ -338,7 +340,7 @@ class Trial:
         trained = trainable if asynchronous else self.reference.gradients.keys()
         errors = compare(self.reference, outcome, trained, narrow)
         if not (errors.ok or errors.cause or asynchronous):
-            # Compressed sums of other numbers are other sums, and their distance is no rounding.
+            # Scaled gradients compress to other sums, whose distance is not just rounding.
             packed = variant.lowered.updates.compression in DTYPES and narrow is None
             scale = (1.0 if packed else OTHER_SCALE) * self.reference.scale
             again = self._again(scale, arrivals, nudged=True)
@@ -348,7 +350,7 @@ class Trial:
         )
 
     def _again(self, scale: float, arrivals: Sequence[int], *, nudged: bool = False) -> Outcome:
-        """The model once more."""
+        """The outcome of the model, run again."""
         given = self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals
         return _at_scale(*given, nudged=nudged)
 
@@ -366,10 +368,11 @@ def _with_short_rounds(variant: Compiled) -> Compiled:
 def _on_some_batches(
     variant: Compiled, seed: int, dtype: torch.dtype | None
 ) -> tuple[list[dict[str, torch.Tensor]], Outcome, bool]:
-    """Batches that the model takes, its outcome, and whether they are of the compiled inputs.
+    """Batches that the model takes, its outcome, and whether they repeat the compiled inputs.
 
-    A random batch first; where the model refuses that or its loss is not finite (it wants ordered
-    boxes, places for images in a text, probabilities), the inputs that it was compiled with.
+    A random batch is tried first; if the model refuses it or its loss is not finite (it needs
+    ordered boxes, positions of images in a text, probabilities), the inputs that it was compiled
+    with are used.
     """
     has_values = compiled_batch(variant.problem.graph, 1) is not None
     batches = _batches(variant, seed)
@@ -377,7 +380,7 @@ def _on_some_batches(
         reference = _reference(variant, batches, seed, dtype)
         if not has_values or reference.losses.isfinite().all():
             return batches, reference, False
-    except Exception:  # whatever a user's model raises
+    except Exception:  # a user's model may raise anything
         if not has_values:
             raise
     batches = _batches(variant, seed, of_inputs=True)
@@ -387,7 +390,8 @@ def _on_some_batches(
 def _batches(
     variant: Compiled, seed: int, of_inputs: bool = False
 ) -> list[dict[str, torch.Tensor]]:
-    """The batch of each step, of all data ranks: random, or `of_inputs` that were compiled."""
+    """The batch of each step, of all data ranks: random, or repeating the compiled inputs with
+    `of_inputs`."""
     graph, lowered = variant.problem.graph, variant.lowered
     count = lowered.microbatches * lowered.grid.batches
     updates = variant.lowered.updates
@@ -407,8 +411,7 @@ def _reference(
 ) -> Outcome:
     """The outcome of the original model on some batches in one process.
 
-    In float16 the scale of the loss is the largest at which its gradients are finite, as it would
-    be after some steps.
+    In float16 the loss scale is the largest with finite gradients, as it would be after some steps.
     """
     if variant.problem.graph.narrow != torch.float16:
         return _at_scale(variant, batches, seed, dtype, 1.0)
@@ -446,7 +449,7 @@ def _at_scale(
             return DataRanks(original, variant.lowered, optimizer).together(batches)
         if ranks > 1 and is_synchronized(original.graph.fx_graph):
             return accumulated_together(original, batches[0], count, optimizer, ranks)
-        with computing_as(alone):  # whatever torch.distributed does in this process
+        with computing_as(alone):  # ignore torch.distributed in this process
             return accumulated(original, batches[0], count, optimizer, ranks)
 
 

@@ -1,4 +1,4 @@
-"""How far the outcome of the ranks is from that of the original model, and what may be rounding."""
+"""Compares the outcome of the ranks with that of the original model, up to rounding."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from parcompiler.verification.pool import Outcome
 
 LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 ROUNDINGS = 4  # of the model's largest element: a smaller difference does not count
-OWN_ROUNDINGS = 4  # times its own rounding that a program may be from an ill-conditioned model
+OWN_ROUNDINGS = 4  # times the model's own rounding: allowed for an ill-conditioned model
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Largest relative errors of one comparison; `bitwise` when there is not a bit of difference.
+    """Largest relative errors of one comparison; `bitwise` if all values are equal.
 
-    With `compiled_inputs` the batch was made of these, as the model refused a random one.
-    `cause` says what cannot be compared at all: it is on one side alone, or not finite; its error
-    is infinite.
-    An `asynchronous` program has no error of gradients: its updates have used them.
-    `rounding` is the error of the model in one process against itself in float64. It is measured,
-    and counts, where the limit is passed although float64 shows no difference.
-    `sizes` are those that differ from the program's, in words.
+    `compiled_inputs`: the batch repeats the compiled inputs, as the model refused a random one.
+    `cause` names a value that cannot be compared, because it is on one side only or not finite; its
+    error is infinite. An `asynchronous` program has no error of gradients: its updates have used
+    them. `rounding` is the error of the model in one process against itself in float64. It is
+    measured, and allowed for, if the limit is exceeded although float64 shows no difference.
+    `sizes` names those that differ from the program's.
 
-    The error of a tensor is its largest absolute difference over its own largest element; where
-    that element is so small that four roundings of the largest element among all tensors would
-    reach the limit, over the element at which they just do (gradients that are zero but for
-    rounding, such as those of the biases of keys). In 16 bits, where one element more or less that
-    passes a ReLU is a matter of rounding, root mean squares stand in the place of largest elements,
-    and the least that they are divided by is four roundings of the largest one. Where the limit is
-    passed all the same, the model runs once more, from a loss of another scale, with weights and
-    gradients one rounding away, and a few times the difference which that makes to a tensor do not
-    count either.
+    The error of a tensor is its largest absolute difference divided by its largest element. If that
+    is so small that four roundings of the largest element among all tensors would exceed the limit,
+    the divisor is the element for which they just reach it (gradients that are zero up to rounding,
+    such as those of key biases). In 16 bits, where rounding decides whether an element passes a
+    ReLU, root mean squares replace largest elements, and the divisor is at least four roundings of
+    the largest one. If the limit is still exceeded, the model runs again with another loss scale
+    and with weights and gradients moved by one rounding, and a few times the resulting difference
+    of a tensor is allowed for as well.
     """
 
     dtype: str
@@ -58,7 +56,8 @@ class Errors:
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within the limit, or within a few of the model's own roundings."""
+        """Whether every error is within the limit, or within a few times the model's own
+        rounding."""
         return self.largest <= max(self.limit, OWN_ROUNDINGS * self.rounding)
 
     def __str__(self) -> str:
@@ -87,7 +86,7 @@ class Verification:
     """The outcome of `program.verify()`: `native` as the program is, `lifted` in float64.
 
     `lifted` is None, and `note` says why, when an operator of the model has no float64 kernel.
-    `note` also says what is not compared.
+    `note` also names values that are not compared.
     """
 
     native: Errors
@@ -96,7 +95,7 @@ class Verification:
 
     @property
     def decisive(self) -> Errors:
-        """The sharper of the two comparisons."""
+        """The stricter of the two comparisons."""
         return self.native if self.lifted is None else self.lifted
 
     @property
@@ -124,7 +123,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the program computes what the model computes."""
+        """Whether the program computes the same as the model."""
         return self.native.ok and (self.lifted is None or self.lifted.ok)
 
     def __str__(self) -> str:
@@ -141,10 +140,10 @@ def compare(
     narrow: torch.dtype | None = None,
     again: Outcome | None = None,
 ) -> Errors:
-    """How far the ranks are from the model; `trained` are the names of trained parameters.
+    """The errors of the ranks against the model; `trained` are the names of trained parameters.
 
-    What is computed in the 16-bit dtype `narrow` is judged by that, although loss and masters are
-    wider. `again` is the model rounded otherwise.
+    With a 16-bit dtype `narrow` the limit is for that, although loss and masters are wider. `again`
+    is the model with other rounding.
     """
     dtype = narrow or reference.loss.dtype
     again = again or reference
@@ -208,11 +207,11 @@ def _differences(
     trained: Collection[str],
     narrow: torch.dtype | None,
 ) -> Iterator[tuple[str, float]]:
-    """The relative error of each tensor; infinite where one side has none, not even zeros.
+    """The relative error of each tensor; infinite if one side does not have it.
 
-    Rounding is measured by the `trained` ones (buffers hold masks of -1e9 and the like), and for
-    each tensor by its difference from `again`, the model rounded otherwise: where few are trained,
-    their gradients may be smaller than the rounding of those that they are made of.
+    Rounding is estimated from the `trained` ones (buffers hold masks of -1e9 and the like), and for
+    each tensor by its difference from `again`, the model with other rounding: if few are trained,
+    their gradients may be smaller than the rounding of their operands.
     """
     size = _largest if narrow is None else _root_mean_square
     sizes = [(size(reference[n]), reference[n].dtype) for n in trained if n in reference]
@@ -242,7 +241,7 @@ def _root_mean_square(tensor: torch.Tensor) -> float:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor (also of truth values) in the widest dtype of its kind."""
+    """A tensor (booleans too) in the widest dtype of its kind."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

@@ -1,7 +1,7 @@
-"""Data ranks that do not simply average gradients, re-enacted in one process, one after another.
+"""Re-enacts in one process data ranks that do not simply average gradients, one after another.
 
-With compression, the gradient of each data rank is compressed as that rank compresses it; tensors
-that several pipeline coordinates hold are summed uncompressed.
+With compression, the gradient of each data rank is compressed as on that rank; tensors that several
+pipeline coordinates hold are summed uncompressed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class DataRanks:
-    """The data ranks of a program, on the original model: what they do in some steps."""
+    """Steps of the data ranks of a program, run on the original model."""
 
     def __init__(self, original: Original, lowered: Lowered, optimizer: Optimizer) -> None:
         self._original, self._lowered, self._make = original, lowered, optimizer
@@ -52,8 +52,8 @@ class DataRanks:
         )  # fmt: skip
 
     def apart(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> Outcome:
-        """Steps of data ranks that average their weights now and then: losses, the gradients of the
-        first step and the state after the last, those of the first data rank."""
+        """Steps of data ranks that average their weights in rounds: losses, gradients of the first
+        step and the state after the last, of the first data rank."""
         original, lowered, weights = self._original, self._lowered, self._weights
         others = range(1, lowered.data)
         ranks = [self, *(DataRanks(original, lowered, self._make) for _ in others)]
@@ -89,12 +89,12 @@ class DataRanks:
     def in_order(
         self, batches: Sequence[Mapping[str, torch.Tensor]], arrivals: Sequence[int]
     ) -> Outcome:
-        """Steps of data ranks that do not wait for each other, in the order in which they counted:
-        losses and first gradients of the first data rank, and the state after the last step.
+        """Steps of data ranks that do not wait for each other, in the recorded order: losses and
+        first gradients of the first data rank, and the state after the last step.
 
-        A data rank's gradient is that of the weights that it got last: behind its own update, or
-        the one that left it no more than `staleness` steps ahead of the slowest; -1 gives them to
-        all.
+        A data rank's gradient is for the weights that it got last: after its own update, or after
+        the one that left it no more than `staleness` steps ahead of the slowest; -1 in `arrivals`
+        gives all ranks the weights.
         """
         data, staleness = self._lowered.data, self._lowered.updates.staleness
         now = _values(self._weights)
@@ -132,9 +132,9 @@ class DataRanks:
     def gradients_of_ranks(
         self, batch: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[list[Gradients]]]:
-        """The losses of all micro-batches, and what each data rank adds to the gradient of their
-        mean: in one group, or in one of each micro-batch where each is summed by itself. Every data
-        rank begins with the buffers of the model; those of the first remain."""
+        """The losses of all micro-batches, and each data rank's summand of the gradient of their
+        mean: in one group, or in a group for each micro-batch where each is summed by itself. Every
+        data rank begins with the model's buffers; those of the first rank remain."""
         original, each = self._original, self._lowered.microbatches
         losses, before = list[torch.Tensor](), original.updated()
         size, first = 1 if self._lowered.zero > 1 else each, before
@@ -150,7 +150,7 @@ class DataRanks:
         return losses, groups
 
     def packed(self, groups: Sequence[Sequence[Gradients]]) -> Gradients:
-        """The gradients that the data ranks make of what each of them adds, group by group."""
+        """The compressed sums of the data ranks' summands, over all groups."""
         pairs = [self._packed(each) for each in groups]
         packed, whole = map(_total, zip(*pairs, strict=True))
         self.compression_error = max(self.compression_error, _distance(packed, whole))
@@ -173,20 +173,21 @@ class DataRanks:
         return packed, whole
 
     def _of_ranks(self, name: str, each: Sequence[Gradients]) -> list[torch.Tensor]:
-        """The gradients that data ranks sum: those of experts are made by expert ranks together."""
+        """The gradients that data ranks sum: for experts each summand comes from a group of expert
+        ranks."""
         found = [gradients[name] for gradients in each if name in gradients]
         count = self._lowered.expert if self._lowered.graph.by_name[name].experts else 1
         return [sum_of(found[k : k + count]) for k in range(0, len(found), count)]
 
     def _factored(self, name: str, each: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradient that PowerSGD makes of those of all data ranks, piece by piece as ranks
-        hold it (1905.13727, algorithm 1)."""
+        """PowerSGD's sum of the gradients of all data ranks, by the pieces that ranks hold
+        (1905.13727, algorithm 1)."""
         pieces = zip(*(self._pieces(name, gradient) for gradient in each), strict=True)
         products = [self._product(name, k, parts) for k, parts in enumerate(pieces)]
         return self._joined(name, products, each[0].shape)
 
     def _product(self, name: str, k: int, each: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The product of the factors of one piece, of which `each` data rank has its gradient."""
+        """The product of the factors of one piece; `each` has the gradient of every data rank."""
         rank, shape, dtype = self._lowered.updates.rank, each[0].shape, each[0].dtype
         wide = torch.promote_types(dtype, torch.float32)
         if dtype.is_complex or not is_factored(shape, rank):
@@ -204,7 +205,7 @@ class DataRanks:
         return product.to(dtype).view(shape)
 
     def _pieces(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """A gradient as the ranks of one data coordinate hold it, padding included."""
+        """The pieces of a gradient on the ranks of one data coordinate, with padding."""
         lowered, ranks = self._lowered, self._lowered.size * self._lowered.tensor
         shard, size = lowered.graph.by_name[name].shard, self._rows.get(name)
         if size is not None:
@@ -217,7 +218,7 @@ class DataRanks:
         return [shard.take(gradient, lowered.tensor, k) for k in range(lowered.tensor)]
 
     def _joined(self, name: str, pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """The whole of such pieces."""
+        """Inverse of `_pieces`."""
         shard, size = self._lowered.graph.by_name[name].shard, self._rows.get(name)
         if size is not None:
             dim = shape.index(size)

@@ -1,7 +1,8 @@
-"""Processes on this machine that run the ranks of programs, kept between proofs and measurements.
+"""Processes on this machine that run the ranks of programs, kept between verifications and
+measurements.
 
-Importing torch takes seconds, a proof a fraction of one; so the first proof starts a process that
-imports it and forks the others, and later proofs use them. They end with this process.
+Importing torch takes seconds, a verification a fraction of one; so the first one starts a process
+that imports it and forks the others, which later ones reuse. They end with this process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from parcompiler.errors import LaunchError
 from parcompiler.runtime.tensor_files import read, write
 
 PATIENCE = 120.0  # seconds for one job, beside the work of the job itself
-GRACE = 5.0  # seconds that the others have to say more, once a process has failed
+GRACE = 5.0  # seconds that others get to report too, after a process has failed
 _TORCHRUN = frozenset(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
     "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -39,14 +40,14 @@ _TORCHRUN = frozenset(
 
 @dataclass(frozen=True)
 class Job:
-    """Steps of an exported program, each on a batch (tensors by key) and with an optimizer's step.
+    """Steps of an exported program, each on a batch (tensors by key) and with an optimizer step.
 
     `optimizer` is the name of one in torch.optim, with its `options`. `draws` are, for each stage,
-    the numbers of its random operators' draws; None leaves the RNG alone. `patience` is its limit
-    in seconds. `scale` is that of the loss, for a float16 program, `max_norm` what gradients
-    are clipped to. With `compiled` layers are. `predict` is a batch whose outputs are predicted
-    before the first step; data ranks share its rows, as many as there are. `device` is "cpu", or
-    "cuda" for this machine's, which ranks share where they are more.
+    the numbers of its random operators' draws; None leaves the RNG alone. `patience` is the time
+    limit in seconds. `scale` is the loss scale of a float16 program, `max_norm` the limit for
+    clipping gradients. `compiled`: layers are compiled. `predict` is a batch whose outputs are
+    predicted before the first step; data ranks share its rows. `device` is "cpu", or "cuda" for
+    this machine's GPUs, which ranks share if there are fewer.
     """
 
     program: str
@@ -68,9 +69,9 @@ class Outcome:
     """The mean loss of each step, and parameters and buffers afterwards by name.
 
     `gradients` are those of the first step by name; an asynchronous program leaves none. `norms`
-    are those of the gradients of each step, where a worker computes them; `scale` is the factor of
-    the loss in the backward of the next step. `compression_error` is that of gradients,
-    relative to whole ones, `arrivals` the order in which the steps of data ranks counted.
+    are those of the gradients of each step, if a worker computes them; `scale` is the loss scale of
+    the next step. `compression_error` is the error of compressed gradients relative to whole ones,
+    `arrivals` the order in which the steps of data ranks counted.
     """
 
     losses: torch.Tensor
@@ -140,7 +141,7 @@ class Pool:
             )
 
     def start(self, size: int) -> None:
-        """Start as many processes as are missing, without waiting for them."""
+        """Start missing processes, without waiting for them."""
         if wait([process.answers.fileno() for process in self._processes], 0):  # one has died
             self.close()
         if len(self._processes) < size:
@@ -154,13 +155,13 @@ class Pool:
         try:
             self.start(len(messages))
             for process, message in zip(self._processes, messages, strict=False):
-                with suppress(BrokenPipeError):  # one that is gone shows when it does not answer
+                with suppress(BrokenPipeError):  # a dead one is noticed when it does not answer
                     process.jobs.write(json.dumps(message).encode() + b"\n")
                     process.jobs.flush()
             failures = self._failures(len(messages), patience)
             if failures:
                 raise LaunchError(_cause(failures))
-        except BaseException:  # an interruption too: what they would answer is of no use
+        except BaseException:  # interruptions too: answers would be stale
             self.close()
             raise
 
@@ -173,13 +174,14 @@ class Pool:
                     os.killpg(process.parent.pid, signal.SIGKILL)
                 process.parent.wait()
             for stream in (process.jobs, process.answers):
-                with suppress(OSError):  # what it never read
+                with suppress(OSError):  # data that it never read
                     stream.close()
 
     def _failures(self, size: int, patience: float) -> list[dict[str, Any]]:
-        """Wait for all ranks at once; the failures in the order in which they came.
+        """Wait for all ranks.
 
-        When one has failed the others have a moment to fail as well, and to say why.
+        Returns failures in order of arrival. After the first one the others get `GRACE` seconds to
+        report theirs.
         """
         end = time.monotonic() + patience
         waiting: dict[Any, int] = {
@@ -211,14 +213,14 @@ class Pool:
 
 
 def _cause(failures: Sequence[Mapping[str, Any]]) -> str:
-    """The failure that the others follow from: they only lost their connection to it."""
+    """The first cause: other failures are only lost connections to it."""
     first = [failure for failure in failures if "lost its connection" not in failure["text"]]
     cause = (first or failures)[0]
     return cause["text"] if cause["kind"] == "LaunchError" else f"{cause['kind']}: {cause['text']}"
 
 
 def pool() -> Pool:
-    """The processes of this process."""
+    """The pool of this process."""
     return _pool_of(os.getpid())
 
 
@@ -231,8 +233,8 @@ def _pool_of(_process: int) -> Pool:
 def _start(count: int) -> list[RankProcess]:
     """Processes that wait for jobs, on the CPU with one thread, forked from one that has torch.
 
-    They import from where this process does, and know nothing of a torchrun that started this one.
-    Interruptions from the keyboard are for this process alone, which then ends them.
+    They have this process's import path, but no environment of a torchrun that started it. Keyboard
+    interrupts reach this process only, which then ends them.
     """
     outside = {name for name in os.environ if name.startswith("TORCHELASTIC_")} | _TORCHRUN
     environment = {k: v for k, v in os.environ.items() if k not in outside} | {

@@ -2,8 +2,8 @@
 
 python -m parcompiler.verification.rank_process PIPES
 
-started by `pool.Pool`; forks one process for each pair of file descriptors, of which it reads jobs
-and writes answers. A process ends with its jobs.
+started by `pool.Pool`; forks one process for each pair of file descriptors, one to read jobs from
+and one for answers. A process ends when its pipe of jobs is closed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMEOUT = timedelta(minutes=5)
 
 def main(pipes: list[tuple[int, int]]) -> None:
     """Fork the processes, and answer for each that dies."""
-    importlib.import_module("torch._dynamo")  # the first optimizer does: here once for all
+    importlib.import_module("torch._dynamo")  # the first optimizer would: once for all forks
     torch.set_num_threads(1)
     answers: dict[int, int] = {}
     for number, (job_pipe, answer_pipe) in enumerate(pipes):
@@ -49,13 +49,13 @@ def main(pipes: list[tuple[int, int]]) -> None:
     while answers:
         pid, status = os.wait()
         cause = f"exit code {os.waitstatus_to_exitcode(status)}"
-        with suppress(BrokenPipeError):  # nobody asks any more
+        with suppress(BrokenPipeError):  # the pool is gone
             os.write(answers.pop(pid), json.dumps({"died": cause}).encode() + b"\n")
 
 
 def work(job_pipe: int, answer_pipe: int) -> None:
     """Answer every line of a pipe with a line on another."""
-    os.dup2(2, 1)  # whatever is printed goes to standard error
+    os.dup2(2, 1)  # prints go to standard error
     jobs, answers = os.fdopen(job_pipe, encoding="utf-8"), os.fdopen(answer_pipe, "w")
     for line in jobs:
         job = json.loads(line)
@@ -115,10 +115,10 @@ def _run(job: dict[str, Any]) -> None:
 
 
 def _take_device(device: str, rank: int, size: int) -> None:
-    """Say in the environment where this rank computes.
+    """Set the device of this rank in the environment.
 
-    NCCL refuses two ranks of one host on one device. Where devices are fewer than ranks, each rank
-    is a host of its own for it, and their messages go through sockets.
+    NCCL refuses two ranks of one host on one device. If there are fewer devices than ranks, each
+    rank poses as its own host, and messages go through sockets.
     """
     os.environ[OVERRIDE] = device
     if device != "cuda":
@@ -129,11 +129,12 @@ def _take_device(device: str, rank: int, size: int) -> None:
         os.environ["NCCL_HOSTID"] = f"rank-{rank}"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.cuda.set_device(rank % count)
-    torch.backends.cudnn.allow_tf32 = False  # convolutions of float32 round as the model's
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions must round like the model's
 
 
 def _attention(job: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Attention that drops out what the model's does: CUDA's fused kernels draw by themselves."""
+    """Context in which attention drops the same elements as the model's: CUDA's fused kernels would
+    draw by themselves."""
     drawn = job["draws"] is not None and job["device"] == "cuda"
     return sdpa_kernel(SDPBackend.MATH) if drawn else nullcontext()
 
@@ -141,7 +142,7 @@ def _attention(job: dict[str, Any]) -> AbstractContextManager[Any]:
 def _first_step(
     worker: Worker, batch: object
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
-    """A step that shows its gradients before they are used, where the program keeps them."""
+    """A step, and its gradients before they are used; None if the program does not keep them."""
     if worker.program.asynchronous:
         return worker.train_step(batch), None
     loss = worker.step(batch)
@@ -170,8 +171,8 @@ def _share(worker: Worker, path: str) -> object:
 
 
 def _batch(worker: Worker, path: str) -> object:
-    """The batch of this rank's data coordinate, from the file that has those of all, in the form
-    of the compiled inputs."""
+    """The batch of this rank's data coordinate, from the file with those of all, in the form of the
+    compiled inputs."""
     program = worker.program
     batch = dict(read(Path(path)))
     for spec in program.inputs.values():

@@ -1,19 +1,19 @@
 """The original model in one process, which programs are compared with.
 
 `accumulated` is a synchronous step as a user would write it: micro-batch after micro-batch, the
-gradients of the mean of their losses, then a step of the optimizer. What runs is the user's own
-module with all that hangs on it (hooks, attributes, code that a copy might miss), which is left as
-it was; a model on the meta device has no values, and a copy of it is given some.
+gradients of the mean of their losses, then a step of the optimizer. It runs the user's own module,
+with everything that a copy might miss (hooks, attributes, code), and restores it; for a model on
+the meta device, a copy with values.
 
-`reenacted` is PipeDream in one process: the stages are updated as late as on the ranks. The list of
-a stage says how many updates stand before the forward of each micro-batch. On p = 2:
+`reenacted` is PipeDream in one process: stages are updated as late as on the ranks. The list of a
+stage tells how many updates precede the forward of each micro-batch. For p = 2:
 
     stage 0   F0 F1 B0 U0 F2 B1 U1 F3 ...      before F2: U0
     stage 1   F0 B0 U0 F1 B1 U1 F2 ...         before F2: U0 U1
 
-So before micro-batch 2 the whole model is run, stage 0 has been updated by the gradients of
-micro-batch 0 and stage 1 by those of 0 and 1; those of micro-batch 1 wait for stage 0. Nothing else
-is needed for what weight stashing computes (1806.03377, section 3.3): no ranks, no versions.
+So when the whole model runs on micro-batch 2, stage 0 has been updated with the gradients of
+micro-batch 0, and stage 1 with those of 0 and 1; for stage 0 those of micro-batch 1 wait. This
+gives the same result as weight stashing (1806.03377, section 3.3), without ranks or versions.
 """
 
 from __future__ import annotations
@@ -73,10 +73,9 @@ class Compiled(Protocol):
 class Original:
     """The model that `program` was compiled from, in `dtype`, and its losses.
 
-    It may be used within a `with` block, after which the model is as it was before. Gradients are
-    those of the loss times `scale`, divided by it. Where the program is in 16 bits with masters in
-    float32, `masters` have those of the 16-bit parameters. With `nudged`, weights and the
-    gradients between modules are one rounding away.
+    Used in a `with` block, after which the model is restored. Gradients are those of the loss times
+    `scale`, divided by it. `masters` are the float32 masters in a 16-bit program, else the
+    parameters. With `nudged`, weights and gradients between modules are moved by one rounding.
     """
 
     def __init__(
@@ -130,8 +129,8 @@ class Original:
         self._stack.close()
 
     def _nudge(self) -> None:
-        """Move all weights, and gradients between modules, by a rounding; 16-bit weights are as
-        exact as they are."""
+        """Move all weights, and gradients between modules, by one rounding; 16-bit weights are
+        exact and stay."""
         nudging = _Nudging(self._seed)
         for module in self.whole.modules():
             self._stack.callback(module.register_forward_hook(nudging.on_gradients).remove)
@@ -140,7 +139,7 @@ class Original:
             self.set_values(weights)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within it, the model computes in its precision, forwards and backwards."""
+        """In this context, the model computes in its precision, forwards and backwards."""
         if self.narrow is not None:
             return mixed(self.narrow)
         return nullcontext() if self._dtype is None else lifting(self._dtype, self._compiled_dtype)
@@ -154,8 +153,8 @@ class Original:
 
     @contextmanager
     def _draws(self, i: int) -> Iterator[None]:
-        """Within it, micro-batch `i` draws as on the ranks, and what the model checkpoints draws
-        the same again in the backward."""
+        """In this context, micro-batch `i` draws as on the ranks, and checkpointed parts draw the
+        same in the backward."""
         repeated = getattr(checkpoint, CHECKPOINTING)
 
         def repeating(function: Callable[..., Any], *options: Any, **arguments: Any) -> Any:
@@ -172,8 +171,8 @@ class Original:
             yield
 
     def _weight(self, batch: Mapping[str, torch.Tensor], i: int) -> float:
-        """What makes of the mean of micro-batches' losses, each times this, the mean over all their
-        targets."""
+        """The factor for the loss of micro-batch `i` with which the mean over micro-batches becomes
+        the mean over all their targets."""
         assert self.graph.counts is not None
         module = fx.GraphModule(nn.Module(), self.graph.counts)
         read = [node.name for node in self.graph.counts.nodes if node.op == "placeholder"]
@@ -186,7 +185,8 @@ class Original:
     def backward(
         self, batch: Mapping[str, torch.Tensor], numbers: Iterable[int], count: int
     ) -> list[torch.Tensor]:
-        """Add the gradients of some micro-batches, each over `count`; their losses."""
+        """Add the gradients of some micro-batches, each divided by `count`. Returns their
+        losses."""
         losses = []
         for i in numbers:
             with self.computing():
@@ -198,7 +198,7 @@ class Original:
         return losses
 
     def _add_up(self) -> None:
-        """Add gradients of 16 bits to their sums in float32; parameters have none any more."""
+        """Move 16-bit gradients from parameters to their sums in float32."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter and parameter.grad is not None:
                 gradient, parameter.grad = parameter.grad.to(torch.float32), None
@@ -207,7 +207,7 @@ class Original:
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of the parameters and of the buffers that the model had before it ran, by name.
 
-        (What a forward registers as it goes, a program computes in every forward.)
+        (Buffers that a forward registers are computed in every forward of a program.)
         """
         named = dict(_named(self.whole.named_buffers()))
         tensors = self.masters | {name: named[name] for name in self._buffers if name in named}
@@ -215,9 +215,10 @@ class Original:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within it hooks of parameters do not run; at its end they do, on the whole gradients.
+        """In this context, hooks of parameters do not run; at its end they run on the whole
+        gradients.
 
-        Then gradients are divided by the scale, but for those that masters take in float32.
+        Then gradients are divided by the scale, except for those that masters take in float32.
         """
         named = self.parameters.items()
         hooked = [(n, p, p._backward_hooks) for n, p in named if p._backward_hooks]
@@ -239,7 +240,7 @@ class Original:
                 torch.autograd.backward(parameter, gradient.to(parameter.dtype))
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that backwards have left, by name; masters have them from now on."""
+        """The accumulated gradients by name; moves them to the masters."""
         if self.narrow is not None:
             for name, gradient in self.take_gradients().items():
                 self.masters[name].grad = gradient / self.scale
@@ -247,7 +248,7 @@ class Original:
         return {n: p.grad.clone() for n, p in named if p.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Let backwards have left these gradients, those of 16 bits added up in float32."""
+        """Replace the accumulated gradients; those of 16-bit parameters are sums in float32."""
         self._sums = {}
         for name, parameter in self.parameters.items():
             parameter.grad, found = None, gradients.get(name)
@@ -257,8 +258,8 @@ class Original:
                 parameter.grad = found
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that backwards have left, by name, those of 16 bits added up in float32;
-        parameters have none any more."""
+        """Take the accumulated gradients from the parameters, by name; those of 16-bit parameters
+        are sums in float32."""
         self._add_up()
         found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None} | self._sums
         self._sums = {}
@@ -274,28 +275,28 @@ class Original:
         return self.state()
 
     def updated(self) -> dict[str, torch.Tensor]:
-        """Copies of what forwards update themselves, by name: running statistics, a teacher."""
+        """Copies of tensors that forwards update, by name: running statistics, a teacher."""
         names = {item.name for item in self.graph.parameters if item.mutated}
         return {n: t.detach().clone() for n, t in self._tensors().items() if n in names}
 
     @torch.no_grad()
     def set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give masters values, and the parameters that have them theirs."""
+        """Set masters, and the parameters that have masters."""
         for name, value in values.items():
             self.masters[name].copy_(value)
             if self.masters[name] is not self.parameters[name]:
                 self.parameters[name].copy_(value)
 
     def set_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give tensors the values of earlier copies."""
+        """Set tensors to the values of earlier copies."""
         tensors = self._tensors()
         with torch.no_grad():
             for name, value in values.items():
                 tensors[name].copy_(value)
 
     def begin(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Let a data rank begin: what forwards update has these values, and attributes are as they
-        were before any ran (they say whether a table in a buffer has been made)."""
+        """Start a data rank: tensors that forwards update get these values, and attributes are
+        restored (they may say that a table in a buffer has been made)."""
         if values:
             self._attributes.restore()
             self.set_values(values)
@@ -314,9 +315,9 @@ def accumulated(
 ) -> Outcome:
     """One step on `count` micro-batches: mean loss, its gradients, and the state after the step.
 
-    They belong to so many data `ranks`, each with as many after the other. Each begins with the
-    buffers of the model, and those of the first are the state's. Hooks of parameters see the
-    gradients of the mean loss, as if one backward had made them.
+    They belong to `ranks` data ranks in turn, equally many to each. Each begins with the model's
+    buffers; those of the first are in the state. Hooks of parameters see the gradients of the mean
+    loss, as from one backward.
     """
     losses, each = list[torch.Tensor](), count // ranks
     before = original.updated() if ranks > 1 else {}
@@ -341,7 +342,7 @@ def reenacted(
 ) -> Outcome:
     """Steps of an asynchronous program, one on each batch: their mean losses, and the state after.
 
-    Each micro-batch is a minibatch of its own, with the gradient of its own loss.
+    Each micro-batch is a minibatch, with the gradient of its own loss.
     """
     stages = [
         _AsynchronousStage(original, lowered, j, optimizer) for j in range(len(lowered.stages))
@@ -367,7 +368,7 @@ def reenacted(
 
 
 class _AsynchronousStage:
-    """The part of the model that is on one stage, and the updates that its list makes."""
+    """The part of the model on one stage, and the updates in its list."""
 
     def __init__(self, original: Original, lowered: Lowered, j: int, optimizer: Optimizer) -> None:
         named = [original.parameters.get(name) for name in lowered.stages[j].tensors]
@@ -383,7 +384,7 @@ class _AsynchronousStage:
         self._pending = deque(self._lines)
 
     def update_before(self, i: int) -> None:
-        """Make the updates that stand before the forward of micro-batch `i`, or all the rest."""
+        """Make the updates that precede the forward of micro-batch `i`, or all remaining ones."""
         while self._pending:
             line = self._pending.popleft()
             if line.kind is Kind.UPDATE:
@@ -411,20 +412,20 @@ class _AsynchronousStage:
 
 
 def _make_whole(parameters: Iterable[nn.Parameter]) -> None:
-    """Make sparse gradients, of lookups with sparse=True, those of all rows."""
+    """Make sparse gradients, of lookups with sparse=True, dense."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
 
 
 class _Nudging:
-    """Moves numbers by one rounding, up or down as chance has it."""
+    """Moves numbers by one rounding, randomly up or down."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def nudged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the numbers beside these; those of other kinds as they are."""
+        """A tensor of adjacent floating-point numbers; other dtypes unchanged."""
         if not tensor.is_floating_point():
             return tensor
         up = torch.rand(tensor.shape, generator=self._generator) < 0.5
@@ -432,7 +433,7 @@ class _Nudging:
         return torch.nextafter(tensor.detach(), limits)
 
     def on_gradients(self, module: nn.Module, args: object, output: object) -> None:
-        """Forward hook: nudges the gradients of what a module returns."""
+        """Forward hook: nudges the gradients of a module's outputs."""
         for value in pytree.tree_leaves(output):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 value.register_hook(self.nudged)
@@ -445,7 +446,8 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, A
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it, torch uses one thread as every rank does: sums are rounded in the same order."""
+    """In this context, torch uses one thread as every rank does: sums are rounded in the same
+    order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

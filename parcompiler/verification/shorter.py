@@ -1,8 +1,8 @@
 """A large model in float64: the same program at fewer tokens and rows.
 
-In float64 the model in one process takes longest of all that is proved. What float64 is to show,
-that ranks compute the same function, is seen as well on shorter rows: stages, schedule, pieces and
-operators are those of the plan, and only numbers in shapes differ.
+The model in one process in float64 is the slowest part of a verification. That ranks compute the
+same function can be shown as well on shorter rows: stages, schedule, pieces and operators are those
+of the plan, and only sizes differ.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from parcompiler.problem import prepared
 from parcompiler.symbolic.sizes import sample_at, sizes_of
 from parcompiler.verification.reference import Compiled
 
-LARGE = 1e11  # FLOPs of a step that are proved as they are: in float64 about 6 s of a core
-ENOUGH = 0.25  # of that: what a larger step is brought down to, if its sizes allow
-TOKENS, ROWS = 16, 2  # the fewest; one row alone is computed by other operators than several
+LARGE = 1e11  # FLOPs of a step up to which full size is used: in float64 about 6 s of a core
+ENOUGH = 0.25  # of that: target for larger steps, if sizes allow
+TOKENS, ROWS = 16, 2  # the fewest; a single row is computed by other operators
 
 
 @dataclass(frozen=True)
 class Shorter:
-    """A program's float64 graph at smaller `sizes` (in words); a step of the program itself has so
-    many `flops`."""
+    """A program's float64 graph at smaller `sizes` (in words); `flops` are those of a step at full
+    size."""
 
     graph: Graph
     sizes: str
@@ -35,7 +35,7 @@ class Shorter:
 def shortened(program: Compiled) -> Shorter | None:
     """The graph at sizes where a step has no more than `ENOUGH` FLOPs.
 
-    None: it is not `LARGE`, or the model has other operators there or cannot be captured.
+    None if it is not `LARGE`, or the model has other operators there or cannot be captured.
     """
     captured, flops = program.captured, program.report(meshes=False).step.flops
     if flops <= LARGE or captured.recapture is None:
@@ -65,10 +65,10 @@ def shortened(program: Compiled) -> Shorter | None:
 
 
 def _halves(number: int, least: int) -> bool:
-    """Whether half of a size is a whole number and not too few."""
+    """Whether a size can be halved and is still at least `least`."""
     return number % 2 == 0 and number >= 2 * least
 
 
 def _operators(graph: Graph) -> list[tuple[str, str]]:
-    """What the nodes of a graph are called and call."""
+    """Names and targets of the nodes of a graph."""
     return [(node.name, str(node.target)) for node in graph.fx_graph.nodes]

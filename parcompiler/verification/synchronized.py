@@ -1,14 +1,14 @@
 """The synchronized batch norm reference: the model on the batches of several data ranks at once.
 
-The model runs on the micro-batch of each rank, in a thread of its own, one at a time:
+The model runs on the micro-batch of each rank in a separate thread, one thread at a time:
 
     rank 0   ──► norm ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌► norm of all rows ──► loss
     rank 1            ──► norm ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌► norm ──► loss
 
-At a norm a rank leaves its rows and lets the next one run; when it is its turn again all have come
-as far, and it takes its rows of the plain batch norm of all rows. Each rank has buffers of its own,
-which the model holds while it is that rank's turn. Autograd sees one graph of all ranks, and one
-backward gives the gradients of the mean of their losses.
+At a norm a rank stores its rows and lets the next one run; at its next turn all have reached the
+norm, and it takes its rows of the plain batch norm of all rows. Each rank has its own buffers,
+which the model has during that rank's turn. Autograd sees one graph of all ranks, and one backward
+gives the gradients of the mean of their losses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def accumulated_together(
     optimizer: Optimizer,
     ranks: int,
 ) -> Outcome:
-    """One step on `count` micro-batches, of which each of the data `ranks` has as many.
+    """One step on `count` micro-batches, equally many for each of the data `ranks`.
 
     Mean loss, its gradients, and the state after the step: buffers are the first rank's.
     """
@@ -43,7 +43,7 @@ def accumulated_together(
     means: list[torch.Tensor] = []
     with original.accumulating():
         for i in range(each):
-            with original.computing():  # for all threads: they end in another order than they began
+            with original.computing():  # threads end in another order
                 numbers = [r * each + i for r in range(ranks)]
                 losses = _Lockstep(original, batch, numbers, buffers).run()
                 torch.autograd.backward(torch.stack(losses).sum() * (original.scale / count))
@@ -54,7 +54,7 @@ def accumulated_together(
 
 
 def _copies(modules: Sequence[nn.Module]) -> Buffers:
-    """Copies of the buffers of each module; what several have is one copy."""
+    """Copies of the buffers of each module; shared ones stay shared."""
     made: dict[int, torch.Tensor] = {}
 
     def copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
@@ -87,13 +87,13 @@ class _Lockstep:
         self._buffers = buffers
         self._turns = [threading.Semaphore(0) for _ in microbatches]
         self._rows: list[dict[int, torch.Tensor]] = []  # of the norms, in order, by rank
-        self._place = threading.local()  # `rank`, and the number of `norms` that it has come to
+        self._place = threading.local()  # `rank`, and the number of `norms` reached
         self._running = list(range(len(microbatches)))
         self._results: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
 
     def run(self) -> list[torch.Tensor]:
-        """The losses; what the first one that fails has raised."""
+        """The losses. Raises the error of the first rank that fails."""
         ranks = range(len(self._microbatches))
         threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in ranks]
         with torch.random.fork_rng(devices=[]), computing_as(self._norm):
@@ -112,7 +112,7 @@ class _Lockstep:
         self._wait()
         try:
             if self._error is None:
-                with self._original.computing():  # what torch keeps for each thread
+                with self._original.computing():  # modes are thread-local
                     self._results[rank] = self._original.loss(self._batch, self._microbatches[rank])
         except BaseException as error:  # raised again by `run`
             self._error = self._error or error
@@ -120,7 +120,7 @@ class _Lockstep:
             self._pass_on(ended=True)
 
     def _pass_on(self, *, ended: bool = False) -> None:
-        """Let the next one run that has not ended: this one again when there is no other."""
+        """Let the next running rank go on; it may be this one."""
         place = self._running.index(self._place.rank)
         following = self._running[(place + 1) % len(self._running)]
         if ended:
@@ -128,7 +128,7 @@ class _Lockstep:
         self._turns[following].release()
 
     def _wait(self) -> None:
-        """Wait for the turn of this rank, and let the model hold its buffers."""
+        """Wait for the turn of this rank, and give the model its buffers."""
         self._turns[self._place.rank].acquire()
         _set_buffers(self._modules, self._buffers[self._place.rank])
 
@@ -141,7 +141,7 @@ class _Lockstep:
         if number == len(self._rows):
             self._rows.append({})
         rows = self._rows[number]
-        rows[rank] = x.clone()  # what is done to it in place comes after the norm
+        rows[rank] = x.clone()  # later updates in place must not change it
         self._pass_on()
         self._wait()
         if self._error is not None or len(rows) < len(self._turns):
