@@ -1,7 +1,7 @@
-"""Proves a lowered program before anything runs: every rule, found again from the program alone.
+"""Verifies a lowered program before anything runs: every rule is derived from the program alone.
 
-Nothing here asks how the program was made. It is compared with the model's graph, so that a mistake
-of a pass, of lowering, or of a plan edited by hand is found all the same.
+It does not depend on how the program was made. The program is compared with the model's graph, so
+that mistakes of passes, of lowering, and of hand-edited plans are all found.
 """
 
 from parcompiler.verifier.fault import Fault

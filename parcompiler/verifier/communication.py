@@ -1,10 +1,10 @@
 """Rules on communication: messages have two ends, collectives all of their ranks, in one order.
 
-Ranks match messages by their order on the channel and by nothing else (NCCL knows no tags), so two
-receives that are swapped give no error but wrong numbers. The ranks of a group meet in the order in
-which their collectives stand; two that are swapped on one rank would add the gradients of different
-tensors. A bucket is summed by one rank here, together with its data replicas, which have the same
-list; behind every micro-batch where they keep pieces of gradients.
+Messages are matched by their order on the channel only (NCCL has no tags), so two swapped receives
+give wrong numbers without an error. Collectives of a group are matched by their order too; two that
+are swapped on one rank would add the gradients of different tensors. A bucket is summed by one rank
+here, together with its data replicas, which have the same list; after every micro-batch if they
+keep pieces of gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def faults(step: StepIndex) -> Iterator[Fault]:
             yield from _wrong(step, rank, sums)
             if behind(lowered) is not None:
                 updated = lowered.buckets if lowered.zero > 1 else lowered.shared
-                if lowered.zero == 3:  # of what stages hold they have pieces behind the step
+                if lowered.zero == 3:  # after the step ranks have pieces of it
                     updated = tuple(x for x in lowered.buckets if x.stage == NOWHERE)
                 yield from _gathered(step, rank, {item.label: item for item in updated})
         for group in dict.fromkeys(item.ranks for item in sums.values()):
@@ -84,7 +84,7 @@ def _ends(step: StepIndex, way: Way) -> Iterator[Fault]:
 
 
 def _in_vain(step: StepIndex, way: Way) -> Iterator[Fault]:
-    """A message that the stages do not need: it would be taken for another one."""
+    """A message that no stage needs, which would be taken for another one."""
     source, target, name, gradient = way
     text = f"{name}{'.grad' if gradient else ''}"
     reason = _reason(step, way)
@@ -97,7 +97,7 @@ def _in_vain(step: StepIndex, way: Way) -> Iterator[Fault]:
 
 
 def _reason(step: StepIndex, way: Way) -> str:
-    """Why nobody needs a message."""
+    """Why a message is not needed."""
     source, target, name, gradient = way
     maker = step.wiring.makers.get(name)
     if maker is None:
@@ -119,7 +119,7 @@ def _reason(step: StepIndex, way: Way) -> str:
 
 
 def _message_order(source: int, target: int, channel: Channel) -> Iterator[Fault]:
-    """Both ends of a channel have its messages in one order; those that lack an end left out."""
+    """Both ends of a channel have its messages in one order, apart from those that lack an end."""
     sent = [channel.sends.labels[k] for k in channel.sends.common(channel.receives)]
     received = [channel.receives.labels[k] for k in channel.receives.common(channel.sends)]
     if sent == received:
@@ -145,7 +145,7 @@ def _named(item: TiedTensor | Bucket) -> str:
 
 
 def _never(step: StepIndex, rank: int, item: TiedTensor | Bucket) -> Iterator[Fault]:
-    """A sum stands once at the end, or behind every micro-batch where that goes to pieces."""
+    """A sum is made once at the end, or after every micro-batch if it goes to pieces."""
     start = f"rank {rank} never sums {item.label} ({_named(item)})"
     if isinstance(item, TiedTensor) or step.wiring.lowered.zero < 2:
         if item.label not in step.reductions[rank]:
@@ -173,8 +173,8 @@ def _wrong(step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]) 
 def _gathered(
     step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]
 ) -> Iterator[Fault]:
-    """A rank gathers, among its data replicas, all of whose gradients it gets a part, at the end:
-    parameters change behind the step."""
+    """A rank gathers, at the end, the tensors of whose gradients its data replicas have parts:
+    parameters change after the step."""
     for label, item in sums.items():
         if rank in item.ranks and label not in step.gathers[rank]:
             yield Fault(GATHERED, f"rank {rank} never gathers {label} ({_named(item)})")
@@ -206,7 +206,7 @@ def _shares(step: StepIndex) -> Iterator[Fault]:
     """Every rank is given the loss, by the rank that has it."""
     wiring = step.wiring
     home = next((stage.rank for stage in wiring.stages if stage.loss is not None), None)
-    if wiring.head is not None:  # every rank knows it then; that of the stage before it gives it
+    if wiring.head is not None:  # then every rank has it; the rank before the head shares it
         home = wiring.rank_of(wiring.head.stage)
     for rank, position in enumerate(step.shares):
         if position is None:

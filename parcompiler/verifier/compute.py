@@ -1,9 +1,9 @@
 """Rules on the compute of a step: every stage once for every micro-batch, in an order that works.
 
-A backward is BACKWARD, or BACKWARD_INPUT and later BACKWARD_WEIGHT. Below, `back` is what gives
-gradients of inputs (BACKWARD or BACKWARD_INPUT) and `done` what gives those of weights (BACKWARD or
-BACKWARD_WEIGHT). Whatever one instruction needs of another *on the same rank* is a pair of places
-in its list:
+A backward is BACKWARD, or BACKWARD_INPUT and later BACKWARD_WEIGHT. Below, `back` computes
+gradients of inputs (BACKWARD or BACKWARD_INPUT) and `done` those of weights (BACKWARD or
+BACKWARD_WEIGHT). A dependency between instructions *on the same rank* is a pair of positions in its
+list:
 
     FORWARD of the maker     before   the SEND of the value
     RECV of a value          before   the FORWARD of each stage that reads it
@@ -12,17 +12,17 @@ in its list:
     FORWARD, back            before   back, done
     last FORWARD             before   SHARE_LOSS
     last done                before   REDUCE_GRADIENTS
-    done                     before   REDUCE_GRADIENTS of the micro-batch, the last one behind all
+    done                     before   REDUCE_GRADIENTS of the micro-batch, the last one after all
 
 and in an asynchronous step, of every stage
 
     BACKWARD                 before   its UPDATE
     UPDATE                   before   the next FORWARD or BACKWARD
 
-so that an update takes the gradients of one micro-batch alone, and the version of the weights that
-a forward sees, and its backward with it, is that of all backwards before it.
+so that an update uses the gradients of one micro-batch only, and a forward and its backward use the
+weights after all earlier backwards.
 
-What does not stand there at all is reported by the rule that counts it.
+Missing instructions are reported by the rule that counts them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UPDATED = "every backward is followed by its update"
 
 
 def faults(step: StepIndex) -> Iterator[Fault]:
-    """All faults of the compute instructions and of what must surround them."""
+    """All faults of the compute instructions and of the order around them."""
     yield from _missing(step)
     for pair in chain(_pairs(step), shared_vocabulary.pairs(step)):
         yield from _swapped(step, pair)
@@ -72,7 +72,7 @@ def _absent(rank: int, kind: Kind, j: int, missing: set[int], why: str = "") -> 
 
 
 def _backwards(step: StepIndex, j: int, every: set[int]) -> Iterator[Fault]:
-    """A stage goes back through every micro-batch in one of the two forms, and to its end."""
+    """A stage has the backward of every micro-batch, in one of the two forms and complete."""
     rank = step.wiring.stages[j].rank
     whole, inputs, weights = (
         set(step.computed[kind, j])
@@ -98,7 +98,7 @@ def _backwards(step: StepIndex, j: int, every: set[int]) -> Iterator[Fault]:
 
 
 def _swapped(step: StepIndex, pair: Pair) -> Iterator[Fault]:
-    """One fault for all micro-batches of which a pair is the wrong way round."""
+    """One fault for all micro-batches for which a pair is in the wrong order."""
     wrong = [i for i, place in pair.then.items() if place < pair.first.get(i, -1)]
     if wrong:
         first, then = (step.at(pair.rank, places[wrong[0]]) for places in (pair.first, pair.then))
@@ -107,7 +107,7 @@ def _swapped(step: StepIndex, pair: Pair) -> Iterator[Fault]:
 
 
 def _pairs(step: StepIndex) -> Iterator[Pair]:
-    """Everything that must stand before something else."""
+    """All pairs of instructions that must be in order."""
     for j, stage in enumerate(step.wiring.stages):
         forward = step.computed[Kind.FORWARD, j]
         yield Pair(stage.rank, forward, step.back[j])
@@ -153,7 +153,7 @@ def _sent(step: StepIndex, crossing: Crossing) -> Iterator[Pair]:
 
 
 def _collected(step: StepIndex) -> Iterator[Pair]:
-    """The order around collectives: they come when all that they collect has been computed."""
+    """The order around collectives: they come after the computation of all their operands."""
     names = {item.label: item.names for item in step.wiring.lowered.sums}
     stages = {item.label: item.stage for item in step.wiring.lowered.buckets}
     for rank in range(len(step.lists)):
@@ -177,7 +177,7 @@ def _collected(step: StepIndex) -> Iterator[Pair]:
 
 
 def _in_rows(step: StepIndex, rank: int, names: Collection[str]) -> Iterator[Places]:
-    """Where a rank adds to the gradients of its rows of some tensors."""
+    """Where a rank adds to the gradients of its rows of these tensors."""
     wiring = step.wiring
     for value, item in wiring.lookups.items():
         if item.layer.weight in names:

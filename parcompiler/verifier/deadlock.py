@@ -1,7 +1,7 @@
-"""The rule that no ranks wait for each other, if every send blocks until it is received.
+"""The rule that no ranks wait for each other in a circle, even if every send blocks until received.
 
-The program is run with nothing but counters. Reaching an instruction may raise a counter; leaving
-it may need other counters to have reached some number:
+The program is simulated with counters only. Reaching an instruction may raise a counter; leaving it
+may need other counters to have reached some number:
 
     reaching                          raises      leaving needs
     RECV k of a channel               posted      -
@@ -9,15 +9,15 @@ it may need other counters to have reached some number:
     FORWARD, BACKWARD[_INPUT]         -           sent > k for every message k that it uses
     k-th collective of a group        arrived     arrived > k on each of its ranks
     k-th one of the vocabulary        arrived     -                                          [2]
-    what uses that                    -           arrived > k on all ranks
+    its users                         -           arrived > k on all ranks
 
-[1] A transport may buffer a send, but none has to: a program that ends without buffers always ends.
-[2] These run beside compute, one after the other. One that takes what another brings stands behind
-    that, and goes on when that has ended; its rank does not wait for it.
+[1] A transport may or may not buffer a send: a program that ends without buffers always ends. [2]
+These run beside compute, one after the other. One that uses the result of another comes after it,
+and starts when that has ended; the rank does not wait for it.
 
-Each rank goes as far as it can and then sleeps on the first counter that is too low, so that the
-run is linear in the number of instructions. Messages without a second end and collectives without
-all of their ranks have been reported by other rules; here they keep nobody waiting. So if ranks are
+Each rank advances as far as it can and then sleeps on the first counter that is too low, so that
+the run is linear in the number of instructions. Messages without a second end and collectives
+without all of their ranks are reported by other rules; here nothing waits for them. So if ranks are
 left over, each waits for an instruction that another has not reached, some of them in a circle.
 """
 
@@ -44,7 +44,7 @@ class Need(NamedTuple):
 
 
 class Halt(NamedTuple):
-    """An instruction that others wait for, or that waits: its place, and the counters."""
+    """An instruction that others wait for, or that waits: its position, and the counters."""
 
     position: int
     raises: int | None
@@ -52,7 +52,7 @@ class Halt(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """Whose list raises a counter, and where in it."""
+    """The rank whose list raises a counter, and the positions."""
 
     rank: int
     positions: list[int]
@@ -70,7 +70,7 @@ def faults(step: StepIndex) -> Iterator[Fault]:
 
 
 class _Execution:
-    """The run of all ranks."""
+    """The simulated run of all ranks."""
 
     def __init__(self, step: StepIndex) -> None:
         self.step = step
@@ -80,13 +80,13 @@ class _Execution:
         self._read_vocabulary()
         self._read_collectives()
         for halts in self.halts:
-            halts.sort(key=itemgetter(0))  # by position; those of an instruction stay in order
+            halts.sort(key=itemgetter(0))  # by position; stable for equal positions
         self.reached = [0] * len(self.counters)
-        self.at = [0] * len(self.halts)  # of each rank, the halt that it has come to
+        self.at = [0] * len(self.halts)  # of each rank, the index of its current halt
         self.asleep: dict[int, list[int]] = defaultdict(list)  # by counter
 
     def run(self) -> None:
-        """Let every rank go as far as it can, and again when something that it needs has come."""
+        """Advance every rank as far as it can, and again when a counter that it needs is raised."""
         self.ready = [rank for rank, halts in enumerate(self.halts) if halts]
         for rank in self.ready:
             self._reach(rank)
@@ -108,7 +108,7 @@ class _Execution:
         return min(circles, key=len, default=[])
 
     def described(self, rank: int) -> str:
-        """Where a rank stands and what it waits for."""
+        """The position of a rank, and the instruction that it waits for."""
         need = self._lacks(rank)
         assert need is not None
         other = self.counters[need.counter]
@@ -117,7 +117,7 @@ class _Execution:
         return f"rank {rank}: {here} (waits for rank {other.rank}: {there})"
 
     def _advance(self, rank: int) -> None:
-        """Go on until something is missing."""
+        """Advance a rank until a need is not met."""
         halts = self.halts[rank]
         while (need := self._lacks(rank)) is None:
             self.at[rank] += 1
@@ -127,7 +127,7 @@ class _Execution:
         self.asleep[need.counter].append(rank)
 
     def _reach(self, rank: int) -> None:
-        """Come to the next halt, which wakes those that wait for that."""
+        """Reach the next halt, which wakes the ranks that wait for it."""
         raises = self.halts[rank][self.at[rank]].raises
         if raises is not None:
             self.reached[raises] += 1
@@ -146,7 +146,7 @@ class _Execution:
         return len(self.counters) - 1
 
     def _read_messages(self) -> None:
-        """The halts at messages and at what uses them."""
+        """Make the halts at messages and at their users."""
         arrivals: dict[Way, dict[int, tuple[int, Need]]] = defaultdict(dict)
         for (source, target), channel in self.step.channels.items():
             sends = channel.sends.common(channel.receives)
@@ -164,7 +164,8 @@ class _Execution:
         self._read_computes(arrivals)
 
     def _read_computes(self, arrivals: dict[Way, dict[int, tuple[int, Need]]]) -> None:
-        """The halts at compute instructions: each waits for what it uses and was posted before."""
+        """Make the halts at compute instructions: each waits for messages that it uses and that
+        were posted before."""
         needs: dict[tuple[int, int], list[Need]] = defaultdict(list)
         uses: list[tuple[Way, int, Places]] = []
         for item in self.step.wiring.crossings:
@@ -181,7 +182,7 @@ class _Execution:
             self.halts[rank].append(Halt(position, None, tuple(listed)))
 
     def _read_vocabulary(self) -> None:
-        """The halts at what uses collectives of the vocabulary, and at these themselves."""
+        """Make the halts at collectives of the vocabulary and at their users."""
         sequences = shared_vocabulary.sequences(self.step)
         places = [
             [self.step.parts[rank][part][i] for part, i in sequence]
@@ -199,7 +200,7 @@ class _Execution:
             self.halts[rank] += [Halt(position, counters[rank], ()) for position in positions]
 
     def _read_collectives(self) -> None:
-        """The halts at collectives."""
+        """Make the halts at collectives."""
         groups: dict[Hashable, dict[int, list[int]]] = defaultdict(dict)
         for rank, share in enumerate(self.step.shares):
             if share is not None:

@@ -1,4 +1,4 @@
-"""A broken rule: its name, which is a sentence, and what breaks it.
+"""A broken rule: its name, which is a sentence, and the detail that breaks it.
 
 >>> print(Fault("data flows forward", "embed (stage 1) feeds head (stage 0)"))
 data flows forward: embed (stage 1) feeds head (stage 0)
@@ -28,7 +28,8 @@ class Fault:
 
 
 def numbers(microbatches: Collection[int]) -> str:
-    """Micro-batches as instructions name them; one fault stands for all that break a rule alike.
+    """Micro-batches as instructions name them; one fault covers all that break a rule in the same
+    way.
 
     >>> numbers([3]), numbers({2, 0}), numbers(range(9))
     ('mb 3', 'mb 0, 2', 'mb 0, 1, 2, 3 … (9 of them)')
@@ -49,7 +50,7 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def repeated(items: Iterable[T]) -> Iterator[tuple[T, int]]:
-    """The items that stand more than once, and how often.
+    """The items that occur more than once, and how often.
 
     >>> list(repeated("abcab"))
     [('a', 2), ('b', 2)]

@@ -17,11 +17,11 @@ and of the vocabulary, where every rank has rows of it,
     what S saves                   S                to   T
     x, for S and T                 BROADCAST        to   T (in evaluation S or NORMALIZE)
     the gradient of a lookup       BROADCAST        to   EMBED_BACKWARD
-    a sum, where it goes           REDUCE           to   the last of its uses, like a message
+    a sum, on its target           REDUCE           to   the last of its uses, like a message
 
-These are the bytes of the simulator, in the order of the list instead of that of time: a tensor
-that is sent leaves with its SEND, and a part of a sum with its REDUCE, and so how fast the links
-are is no part of the proof.
+These are the bytes of the simulator, in the order of the list instead of time: a sent tensor is
+freed at its SEND, and a summand at its REDUCE, so that the proof does not depend on the speed of
+links.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class MemoryLimits:
 
 @dataclass(slots=True)
 class MemoryLedger:
-    """Bytes taken and freed on a rank, by the place of the instruction that does so."""
+    """Bytes taken and freed on a rank, by the position of the instruction."""
 
     arriving: dict[int, int] = field(default_factory=partial(defaultdict, int))  # of messages
     leaving: dict[int, int] = field(default_factory=partial(defaultdict, int))
     begins: dict[int, int] = field(default_factory=partial(defaultdict, int))  # of activations and
     ends: dict[int, int] = field(default_factory=partial(defaultdict, int))  # gradients
-    gradients: dict[int, int] = field(default_factory=dict)  # of parameters, made at a place
-    # Place, stage, and whether a micro-batch begins (1) or ends (-1) there.
+    gradients: dict[int, int] = field(default_factory=dict)  # of parameters, by position
+    # Position, stage, and whether a micro-batch begins (1) or ends (-1) there.
     in_flight: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -82,7 +82,7 @@ class Moment(NamedTuple):
 
 
 def faults(step: StepIndex, memory: MemoryLimits) -> Iterator[Fault]:
-    """A fault for each rank that holds too much, where it holds most."""
+    """A fault for each rank that exceeds its limit, at its peak."""
     stages, size = step.wiring.stages, step.wiring.lowered.size
     counts = len(memory.costs), len(memory.limits)
     if counts != (len(stages), size):
@@ -146,7 +146,7 @@ def _ledgers(step: StepIndex, costs: Sequence[StageCost]) -> list[MemoryLedger]:
 
 
 def _add_vocabulary(step: StepIndex, ledgers: Sequence[MemoryLedger], saved: int) -> None:
-    """Enter what ranks save and receive for the layers that all share."""
+    """Enter the bytes that ranks save and receive for the layers of the vocabulary."""
     wiring = step.wiring
     values = wiring.lowered.values
     for rank, ledger in enumerate(ledgers):
@@ -168,7 +168,7 @@ def _add_vocabulary(step: StepIndex, ledgers: Sequence[MemoryLedger], saved: int
 
 
 def _summed(step: StepIndex, rank: int, part: Phase) -> list[Places]:
-    """The instructions that use a sum, on the rank where it goes."""
+    """The instructions that use a sum, if this rank is its target."""
     wiring = step.wiring
     if part.gradient:
         home = wiring.head.stage if wiring.head else NOWHERE
@@ -192,7 +192,7 @@ def _arrive(
 
 
 def _fullest(ledger: MemoryLedger) -> Moment:
-    """When a rank holds most, for the first time."""
+    """The first moment at which a rank holds most."""
     arriving, leaving = ledger.arriving.get, ledger.leaving.get
     begins, ends = ledger.begins.get, ledger.ends.get
     activations = messages = 0
@@ -209,7 +209,7 @@ def _fullest(ledger: MemoryLedger) -> Moment:
 
 
 def _late(step: StepIndex, rank: int, early: int, memory: MemoryLimits) -> Iterator[Fault]:
-    """A fault where a rank has too little for the optimizer's step."""
+    """A fault if a rank has too little memory for the optimizer's step."""
     stages = zip(step.wiring.stages, memory.costs, strict=True)
     costs = [cost for stage, cost in stages if stage.rank == rank]
     resident = early + sum(cost.first.gradients for cost in costs)
@@ -223,7 +223,7 @@ def _late(step: StepIndex, rank: int, early: int, memory: MemoryLimits) -> Itera
 def _at_most(
     step: StepIndex, rank: int, ledger: MemoryLedger, early: int, fullest: Moment, limit: int
 ) -> Iterator[Fault]:
-    """A fault where a rank holds most, if that is too much."""
+    """A fault at a rank's peak, if that is too much."""
     place = fullest.position
     gradients = sum(size for when, size in ledger.gradients.items() if when < place)
     in_flight = Counter[int]()
@@ -242,7 +242,7 @@ def _at_most(
 
 
 def _too_much(rank: int, total: int, limit: int, where: str, parts: str) -> Iterator[Fault]:
-    """A fault that says by how much a rank exceeds its limit, and what that consists of."""
+    """A fault with the bytes by which a rank exceeds its limit, and their parts."""
     if total > limit:
         excess, parts = in_units(total - limit), f"limit {in_units(limit)}; {parts}"
         detail = f"rank {rank} holds {in_units(total)} {where}, {excess} too much ({parts})"

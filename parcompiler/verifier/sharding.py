@@ -1,12 +1,12 @@
-"""Rules on parameters of which each data rank keeps rows alone: whole when they are read, and free
+"""Rules on parameters of which each data rank keeps only rows: whole when they are read, and freed
 when they are not.
 
     UNSHARD stage 2 mb 0      whole from here on
     FORWARD stage 2 mb 0      reads them, and so do BACKWARD and BACKWARD_INPUT
     RESHARD stage 2 mb 0      rows from here on
 
-Which stages have parameters is read off the operators. Data replicas run one list, and so meet in
-one order; that their rows make up whole tensors is the arithmetic of `pieces`.
+Which stages have parameters is derived from the operators. Data replicas run one list, and so meet
+in one order; that their rows make up whole tensors follows from `pieces`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def faults(step: StepIndex) -> Iterator[Fault]:
 
 
 def _of_stage(step: StepIndex, j: int, rank: int) -> Iterator[Fault]:
-    """A stage is whole where it computes, and is not where nothing follows."""
+    """A stage is whole where it computes, and freed after its last use."""
     changes = {place: step.at(rank, place) for place in step.sharding.get(j, ())}
     if not _has_parameters(step, j):
         for line in changes.values():
@@ -76,7 +76,7 @@ def _crowded(step: StepIndex, rank: int) -> Iterator[Fault]:
 
 
 def _backwards(step: StepIndex, j: int) -> Iterator[int]:
-    """Where the parameters of a stage are read on the way back."""
+    """The positions where the backward reads the parameters of a stage."""
     for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
         yield from step.computed[kind, j].values()
 

@@ -1,11 +1,11 @@
-"""Rules on a vocabulary that all ranks share: its layers, and what every rank does in a step.
+"""Rules on a vocabulary that all ranks share: its layers, and its instructions in a step.
 
 The graph has a node for each embedding whose table is in rows, and one for the head with the loss.
-The program says beside each which stage uses it or gives what it takes, and which tensors are rows.
+The program adds the stage that uses a lookup or makes the head's input, and the tensors in rows.
 
-All ranks have the same lines for the layers of the vocabulary, every micro-batch once. On a rank,
-what stands on the left must stand before what stands on the right; e is an embedded value, used on
-rank Z, and x what the head takes, from rank L:
+All ranks have the same lines for the layers of the vocabulary, once for every micro-batch. On a
+rank, the left column must come before the right one; e is an embedded value, used on rank Z, and x
+the input of the head, from rank L:
 
     EMBED e                                    REDUCE e to Z
     REDUCE e                  (on Z)           FORWARD of each stage that reads it
@@ -21,9 +21,9 @@ rank Z, and x what the head takes, from rank L:
     REDUCE x.grad             (on L)           BACKWARD of the maker
     EXCHANGE sum or statistics                 SHARE_LOSS
 
-Since the collectives of all ranks meet in one order, what stands before one on a rank has been done
-before what uses it, or one behind it, on another. Neither S nor T need go through the micro-batches
-in order.
+As all ranks run the collectives in one order, whatever precedes a collective on one rank is done
+before the users of it, or of a later one, on another. S and T need not take the micro-batches in
+order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WANTED = "no part of the vocabulary is in vain"
 PEERS = "what all ranks have together goes from and to the right rank"
 ORDERED = "collectives keep their order"
 
-EXCHANGES = {  # what follows S, and NORMALIZE where there is one
+EXCHANGES = {  # after S, and after NORMALIZE if there is one
     "naive": ("maximum", "sum"),
     "interlaced": ("maximum", "sum"),
     "vocab-1": ("statistics",),
@@ -59,7 +59,7 @@ EXCHANGES = {  # what follows S, and NORMALIZE where there is one
 
 
 def layer_faults(wiring: Wiring) -> Iterator[Fault]:
-    """All faults of the layers on all ranks; those of the instruction lists are found elsewhere."""
+    """All faults of the layers on all ranks; those of instruction lists are found by `faults`."""
     if wiring.spread is not None:
         yield from _layers(wiring, wiring.spread, wiring.graph.vocabulary or VocabularyLayers())
         yield from _batch_inputs(wiring, wiring.spread)
@@ -71,7 +71,7 @@ def layer_faults(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _layers(wiring: Wiring, spread: Spread, wanted: VocabularyLayers) -> Iterator[Fault]:
-    """The layers are those of the graph, each once, under the names of what they give or take."""
+    """The layers are those of the graph, each once, under the names of their results or inputs."""
     if spread.method not in METHODS:
         yield Fault(GIVEN, f"there is no method {spread.method!r} (known: {', '.join(METHODS)})")
     lookups = [item.layer for item in spread.lookups]
@@ -93,7 +93,7 @@ def _layers(wiring: Wiring, spread: Spread, wanted: VocabularyLayers) -> Iterato
 
 
 def _batch_inputs(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
-    """A layer takes from the batch the tensors of which its indices or targets are computed."""
+    """A layer takes from the batch the tensors that its indices or targets are computed from."""
     layers: list[tuple[str, tuple[str, ...], fx.Graph]] = [
         (item.value, item.inputs, item.layer.indices) for item in spread.lookups
     ]
@@ -154,7 +154,8 @@ def _held_rows(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
 
 
 class Dependency(NamedTuple):
-    """On `rank`, a collective takes what stands at `before`, and brings what `after` uses."""
+    """On `rank`, a collective depends on the instructions at `before`; those at `after` use its
+    result."""
 
     rank: int
     collective: Phase
@@ -211,7 +212,7 @@ def exchanges(step: StepIndex) -> list[Phase]:
 
 
 def dependencies(step: StepIndex) -> Iterator[Dependency]:
-    """The table above, but for the collectives that stand on the left."""
+    """The table above, from the point of view of each collective."""
     wiring, every = step.wiring, range(len(step.lists))
     for name, item in wiring.lookups.items():
         total = Phase(Kind.REDUCE, name)
@@ -252,7 +253,7 @@ def dependencies(step: StepIndex) -> Iterator[Dependency]:
 
 
 def pairs(step: StepIndex) -> Iterator[Pair]:
-    """The order that the collectives demand: takers behind makers, users behind bringers."""
+    """The order around collectives: after their operands, before their users."""
     for rank, collective, before, after in dependencies(step):
         places = step.places(rank, collective)
         yield Pair(rank, before, places)
@@ -260,8 +261,8 @@ def pairs(step: StepIndex) -> Iterator[Pair]:
 
 
 def sequences(step: StepIndex) -> list[list[tuple[Phase, int]]]:
-    """The collectives of the vocabulary on each rank, in order; those that some rank lacks left
-    out."""
+    """The collectives of the vocabulary on each rank, in order, without those that some rank
+    lacks."""
     collective = {Kind.EXCHANGE, *TRANSFERS}
     by_rank = [
         {(part, i): place for part, places in parts.items() if part.kind in collective
@@ -273,7 +274,7 @@ def sequences(step: StepIndex) -> list[list[tuple[Phase, int]]]:
 
 
 def _peers(step: StepIndex, rank: int, part: Phase, places: Places) -> Iterator[Fault]:
-    """A collective has the rank of the stage that uses, or gives, what all ranks have."""
+    """A collective names the rank of the stage that uses its result, or makes its operand."""
     wiring = step.wiring
     lookup, head = wiring.lookups.get(part.value), wiring.head
     j = lookup.stage if lookup else head.stage if head else -1
@@ -297,7 +298,7 @@ def _order(step: StepIndex) -> Iterator[Fault]:
 
 
 def _reason(step: StepIndex, part: Phase) -> str:
-    """Why nobody needs a part."""
+    """Why a phase is not needed."""
     wiring = step.wiring
     method = wiring.spread.method if wiring.spread else ""
     known = {*wiring.lookups, *([wiring.head.value] if wiring.head else [])}

@@ -1,8 +1,8 @@
-"""Rules on what a program says of its plan and its model: degrees, stages, inputs and tensors.
+"""Rules on a program's agreement with its plan and model: degrees, stages, inputs and tensors.
 
-The batch is taken apart by the keys of the inputs, and weights by the pieces of the tensors. So
-each is compared with what does not follow from it: the plan, the placeholders of the graph, the
-batch that the model was captured on, and the model's own tensors.
+The batch is divided by the keys of the inputs, and weights by the pieces of the tensors. So each is
+compared with an independent source: the plan, the placeholders of the graph, the batch that the
+model was captured on, and the model's own tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
-    """Degrees, stages and what they recompute are as the plan says."""
+    """Degrees, stages and recomputed blocks are those of the plan."""
     pairs = {
         "pipeline": (lowered.size, plan.mesh.pipeline),
         "tensor": (lowered.tensor, plan.mesh.tensor),
@@ -168,7 +168,7 @@ def _tensor(wiring: Wiring, item: Parameter, node: fx.Node) -> Iterator[Fault]:
 
 
 def _pieces(wiring: Wiring, item: Parameter, node: fx.Node) -> Iterator[Fault]:
-    """A piece is that of the model's tensor which the graph computes with on so many ranks."""
+    """A piece is the one of the model's tensor with which the graph of one rank computes."""
     placement: Placement = node.meta.get("placements", (None,))[0] or Placement("R")
     original = wiring.graph.tensors.get(item.name)
     whole = tuple(node.meta.get("whole", node.meta["val"]).shape)

@@ -1,12 +1,12 @@
-"""Rules on the stages: every block once, each finds what it reads, and data flows forward.
+"""Rules on the stages: every block once, all its inputs available, and data flows forward.
 
     variables     a name for each node that leaves its block
     stage 0       embed: tokens -> x        gives x
     stage 1       receives x                head: x, labels -> loss
 
-A name that a call reads must stand for the node that its block reads, and that node must be there:
-taken from the batch, received, in the prologue, or the result of a call before. What all ranks
-compute of the vocabulary is on no stage; what is looked up is received, and the head receives.
+A name that a call reads must stand for the node that its block reads, and that node must be
+available: from the batch, received, in the prologue, or the result of an earlier call. The layers
+of a shared vocabulary are on no stage; stages receive lookups, and the head receives its input.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _placement(wiring: Wiring) -> Iterator[Fault]:
-    """Stages are numbered by their place, on ranks that exist, and have something to do."""
+    """Stages are numbered in order, on ranks that exist, and have something to do."""
     size = wiring.lowered.size
     for j, stage in enumerate(wiring.stages):
         if stage.index != j:
@@ -78,7 +78,7 @@ def _names(wiring: Wiring) -> Iterator[Fault]:
 
 
 def needed(wiring: Wiring) -> set[fx.Node]:
-    """The operators that must run: what the loss depends on, and every update of a buffer."""
+    """The operators that must run: those that the loss depends on, and every update of a buffer."""
     writers = wiring.effects.writers.items()
     updates = [node for root, nodes in writers if root.op == "placeholder" for node in nodes]
     pending = [wiring.graph.loss, *wiring.graph.kept.values(), *updates]
@@ -108,7 +108,7 @@ def _missing_nodes(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _repeated_nodes(wiring: Wiring) -> Iterator[Fault]:
-    """No node stands in two calls; all nodes that two calls share are one fault."""
+    """No node is in two calls; all nodes that the same calls share are one fault."""
     shared: dict[str, list[fx.Node]] = {}
     for node, calls in wiring.homes.items():
         if len(calls) > 1 or node in wiring.everywhere:
@@ -120,7 +120,7 @@ def _repeated_nodes(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _described(nodes: list[fx.Node]) -> str:
-    """Some nodes: the first, how many more, and where that is in the user's model."""
+    """Some nodes in words: the first with its place in the user's model, and how many more."""
     more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
     return f"{nodes[0].name}{more} ({where(nodes[0])})"
 
@@ -199,7 +199,7 @@ class _StageRules:
                 yield f"reads {tensor.name}, which changes while training"
 
     def _call(self, call: Call) -> Iterator[Fault]:
-        """A call reads and returns what its block does, and what it reads is there."""
+        """A call reads and returns the nodes of its block, and those it reads are available."""
         for verb, names, nodes in (
             ("reads", call.arguments, call.block.inputs),
             ("returns", call.results, call.block.outputs),
@@ -217,7 +217,7 @@ class _StageRules:
             yield from self._updates(call.block)
 
     def _updates(self, block: Block) -> Iterator[Fault]:
-        """A block that runs twice leaves buffers as they are."""
+        """A block that runs twice does not update buffers."""
         for node in block.nodes:
             for operand in mutated_operands(node):
                 tensor = self.wiring.tensor(self.wiring.effects.root(operand))
@@ -225,7 +225,7 @@ class _StageRules:
                     yield Fault(TWICE, f"{_at(block, self.j)} updates {tensor.name} in {node.name}")
 
     def _absent(self, block: Block, node: fx.Node) -> Iterator[Fault]:
-        """Inputs of a block were made on this stage or an earlier one, and have come here."""
+        """The fault of an input that is not available: made on a later stage, or not received."""
         maker, home = next(iter(self.wiring.homes.get(node, ())), (None, None))
         if maker is not None and home is not None and maker > self.j:
             yield Fault(FLOWS, f"{_at(home, maker)} feeds {_at(block, self.j)}")
@@ -238,7 +238,7 @@ class _StageRules:
         return self.wiring.lowered.variables.get(node, node.name)
 
     def _reason(self, node: fx.Node, maker: int | None) -> str:
-        """Why a node is not there."""
+        """Why a node is not available."""
         if node.name in self.wiring.graph.input_nodes:
             return "the stage does not take from the batch"
         if node in self.wiring.everywhere:
@@ -263,7 +263,7 @@ class _StageRules:
                 yield Fault(GIVEN, f"{start} none of its blocks reads")
 
     def _given(self) -> Iterator[Fault]:
-        """The stage gives what others receive of its results, and nothing else."""
+        """The stage gives exactly those of its results that others receive."""
         for name in self.stage.gives:
             if self.wiring.makers.get(name) != self.j:
                 yield Fault(GIVEN, f"stage {self.j} gives {name}, which it does not make")
@@ -276,7 +276,7 @@ class _StageRules:
 
 
 def _values(wiring: Wiring) -> Iterator[Fault]:
-    """The table of values, from which buffers are made, is that of the stages and the graph."""
+    """The table of values, from which buffers are made, agrees with stages and graph."""
     values = wiring.lowered.values
     for name in dict.fromkeys((*values, *wiring.readers)):
         value, readers = values.get(name), wiring.readers.get(name)
@@ -320,7 +320,7 @@ def _value(
 
 
 def _stages(stages: Sequence[int]) -> str:
-    """The numbers of stages; what all ranks compute together is on none.
+    """The numbers of stages in words; NOWHERE means all ranks.
 
     >>> _stages((1,)), _stages((1, 3)), _stages((NOWHERE, 2))
     ('stage 1', 'stages 1, 3', 'all ranks and stage 2')
@@ -334,7 +334,7 @@ def _stages(stages: Sequence[int]) -> str:
 
 
 def _loss(wiring: Wiring) -> Iterator[Fault]:
-    """Exactly one stage says that it has the loss, and it does; none where all ranks have it."""
+    """Exactly one stage declares the loss, and makes it; none if all ranks have it."""
     having = [j for j, stage in enumerate(wiring.stages) if stage.loss is not None]
     if wiring.head is not None:
         if having:
@@ -355,7 +355,7 @@ def _loss(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _kept(wiring: Wiring) -> Iterator[Fault]:
-    """One stage, which makes it, keeps each output that predictions return."""
+    """Each output that predictions return is kept by the one stage that makes it."""
     wanted = {wiring.lowered.variables.get(node) for node in wiring.graph.kept.values()}
     for j, stage in enumerate(wiring.stages):
         results = {result for call in stage.calls for result in call.results}

@@ -1,7 +1,7 @@
-"""An index of the instructions of all ranks, in training or evaluation: where each one stands.
+"""An index of the instructions of all ranks, in training or evaluation, by position.
 
-The other rules ask here, so that each costs a look-up per instruction. What is not well formed is
-reported and left out, and so no other rule meets a stage or rank that does not exist.
+The other rules use it, at the cost of a look-up per instruction. Malformed instructions are
+reported and left out, so that no other rule meets a stage or rank that does not exist.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Phase(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """On `rank`, what stands at `first[i]` must stand before what stands at `then[i]`."""
+    """On `rank`, the instruction at `first[i]` must precede the one at `then[i]`."""
 
     rank: int
     first: Mapping[int, int]
@@ -63,7 +63,7 @@ class Pair(NamedTuple):
 
 @dataclass(slots=True)
 class ChannelEnd:
-    """One end of a channel: its messages in order, and where each stands in the rank's list."""
+    """One end of a channel: its messages in order, and their positions in the rank's list."""
 
     labels: list[Label] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -73,7 +73,7 @@ class ChannelEnd:
         if self.labels == other.labels:
             return list(range(len(self.labels)))
         balance = Counter(other.labels)
-        balance.subtract(self.labels)  # below zero: how many of ours are too many
+        balance.subtract(self.labels)  # below zero: surplus messages of this end
         kept = []
         for number in reversed(range(len(self.labels))):
             label = self.labels[number]
@@ -86,22 +86,22 @@ class ChannelEnd:
 
 @dataclass(slots=True)
 class Channel:
-    """All messages from one rank to another; they are matched by their order alone."""
+    """All messages from one rank to another; they are matched by order only."""
 
     sends: ChannelEnd = field(default_factory=ChannelEnd)
     receives: ChannelEnd = field(default_factory=ChannelEnd)
 
 
 class Malformed(NamedTuple):
-    """What is wrong with an instruction, and the rule that says so."""
+    """A malformed instruction's problem, and the rule that it breaks."""
 
     rule: str
     problem: str
 
 
 class LinePlace(NamedTuple):
-    """Where instructions of a form are remembered: their positions by micro-batch (or all as one,
-    `by` another key), the labels of messages, and positions in order."""
+    """Where instructions of one form are recorded: positions by micro-batch (or under the key
+    `by`), labels of messages, and positions in order."""
 
     places: dict[Any, int] | None = None
     by: int | str | None = None
@@ -110,7 +110,7 @@ class LinePlace(NamedTuple):
 
 
 class StepIndex:
-    """Where everything stands that is well formed."""
+    """The positions of all well-formed instructions."""
 
     def __init__(
         self, wiring: Wiring, lists: Sequence[Sequence[Instruction]], training: bool
@@ -126,7 +126,7 @@ class StepIndex:
         self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         self.parts: list[dict[Phase, Places]] = [{} for _ in lists]  # of each rank
         self.reductions: list[dict[str, int]] = [{} for _ in lists]  # of each rank, by label
-        self.scatters: list[dict[str, Places]] = [{} for _ in lists]  # those of a micro-batch
+        self.scatters: list[dict[str, Places]] = [{} for _ in lists]  # those with a micro-batch
         self.gathers: list[dict[str, int]] = [{} for _ in lists]
         self._shares: Places = {}
         self.sharding: dict[int, list[int]] = defaultdict(list)  # UNSHARD and RESHARD of a stage
@@ -142,16 +142,16 @@ class StepIndex:
         self.done = [self._either(Kind.BACKWARD_WEIGHT, j) for j in stages]
 
     def at(self, rank: int, position: int) -> Instruction:
-        """An instruction by where it stands."""
+        """The instruction at a position."""
         return self.lists[rank][position]
 
     def places(self, rank: int, part: Phase) -> Places:
-        """Where a rank has a line for the vocabulary."""
+        """The positions of a phase of the vocabulary on a rank."""
         return self.parts[rank].get(part, {})
 
     def _read(self, rank: int, lines: Iterable[Instruction]) -> None:
-        """Sort the instructions of a rank. Those that differ in their micro-batch alone go to one
-        place, or are malformed alike."""
+        """Record the instructions of a rank. Those that differ only in their micro-batch share a
+        record, or a fault."""
         forms: dict[tuple[object, ...], LinePlace | Malformed] = {}
         for position, line in enumerate(lines):
             i = line.microbatch
@@ -177,7 +177,7 @@ class StepIndex:
                     places[own] = position
 
     def _malformed(self, rank: int, line: Instruction) -> Malformed | None:
-        """What is wrong with an instruction by itself, whatever its micro-batch is."""
+        """The problem of an instruction by itself, apart from its micro-batch."""
         if line.kind is Kind.UPDATE and not self.asynchronous:
             after = "they change after the step, which is synchronous"
             return Malformed(UPDATED, after if self.training else "an evaluation changes none")
@@ -185,14 +185,14 @@ class StepIndex:
         return None if problem is None else Malformed(FORM, problem)
 
     def _either(self, part: Kind, j: int) -> Places:
-        """Where stage `j` goes back through each micro-batch: whole, or with a part of it. A stage
-        that has no backward is through with a micro-batch after its forward."""
+        """The positions of stage `j`'s backwards (BACKWARD, or the given part of one) by
+        micro-batch; of its forwards if it has no backward."""
         if j not in self.wiring.trained:
             return self.computed[Kind.FORWARD, j]
         return {**self.computed[part, j], **self.computed[Kind.BACKWARD, j]}
 
     def _problems(self, rank: int, line: Instruction) -> Iterator[str]:
-        """What is wrong with an instruction by itself."""
+        """The problems of an instruction by itself."""
         kind, i, j, lowered = line.kind, line.microbatch, line.stage, self.wiring.lowered
         stages, ranks, once = self.wiring.stages, range(len(self.lists)), False
         if kind in STAGED:
@@ -222,7 +222,7 @@ class StepIndex:
             if backward and not self.training:
                 yield "there are no gradients"
         elif kind is Kind.REDUCE_GRADIENTS:
-            once = i is None  # behind the step
+            once = i is None  # after the step
             if line.value is None:
                 yield "it names no tied tensor"
             if not self.training:
@@ -246,7 +246,7 @@ class StepIndex:
             yield f"there is no such micro-batch (micro-batches: {_span(count)})"
 
     def _place(self, rank: int, line: Instruction) -> LinePlace:
-        """Where it is remembered that instructions like this one stand, the first time they do."""
+        """The record for instructions of this form, made for the first one."""
         kind, j, name = line.kind, line.stage or 0, line.value or ""
         if kind in SHARDING:
             return LinePlace(positions=self.sharding[j])
@@ -270,7 +270,7 @@ class StepIndex:
 
 
 def behind(lowered: Lowered) -> Kind | None:
-    """How data ranks get what others have updated, behind the step."""
+    """The instruction by which data ranks get the updates of others after the step."""
     if lowered.updates.separate:
         return Kind.AVERAGE_PARAMETERS if lowered.updates.way == "local" else Kind.PUSH_PULL
     shares = lowered.zero or lowered.updates.way == "parameter-server"

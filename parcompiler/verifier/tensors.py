@@ -1,11 +1,11 @@
 """Rules on parameters and buffers: one gradient for each, and updates in place where they belong.
 
 A parameter that several ranks hold stays the same on all of them only if its gradients are summed
-over exactly those ranks; where every backward is followed by an update there is no such sum, and so
-only one stage may hold it. Memory that is updated in place cannot be shared by two ranks at all.
+over exactly those ranks; if every backward is followed by an update there is no such sum, and only
+one stage may hold it. Memory that is updated in place cannot be shared by two ranks at all.
 
-Which parameters data ranks sum is read off the operators, and where they are off the stages. That a
-bucket is summed after the last backward of its stages is a rule of `compute.py`.
+The parameters that data ranks sum are derived from the operators, and their places from the stages.
+That a bucket is summed after the last backward of its stages is a rule of `compute.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IN_PLACE = "what is updated in place stays on one stage"
 IN_ORDER = "updates in place keep their order"
 AVERAGED = "every gradient is averaged over the data ranks"
 
-EVERY = -2  # the home of what every stage computes for itself; NOWHERE is that of all ranks
+EVERY = -2  # the home of nodes that every stage computes for itself; NOWHERE: all ranks
 
 
 def faults(wiring: Wiring) -> Iterator[Fault]:
@@ -95,7 +95,7 @@ def _sum(wiring: Wiring, item: Parameter, tied: list[TiedTensor]) -> Iterator[Fa
 
 
 def _ties(wiring: Wiring) -> Iterator[Fault]:
-    """Every sum is that of a parameter that is trained, under a label of its own."""
+    """Every sum is of a trained parameter, under a unique label."""
     for item in wiring.lowered.tied:
         parameter = wiring.graph.by_name.get(item.name)
         if parameter is None or not parameter.trainable:
@@ -149,7 +149,7 @@ class _UpdatedMemory:
         return self.root.name if tensor is None else tensor.name
 
     def _strangers(self, place: int) -> Iterator[Fault]:
-        """Other stages read the memory only as it is after the last update, and never a buffer."""
+        """Other stages read the memory only after the last update, and never a buffer's."""
         for node in sorted(self.readers - self.members, key=self.position.__getitem__):
             home = self.homes.get(node, place)
             early = self.root.op == "placeholder" or self.position[node] < self.last
@@ -158,7 +158,7 @@ class _UpdatedMemory:
                 yield Fault(IN_PLACE, f"{detail} ({node.name})")
 
     def _order(self, j: int, stage: StageProgram) -> Iterator[Fault]:
-        """On a stage, updates and reads of the memory stand as in the model."""
+        """On a stage, updates and reads of the memory are in the model's order."""
         latest = latest_update = -1
         run = [*stage.prologue, *(node for call in stage.calls for node in call.block.nodes)]
         for node in run:
@@ -173,7 +173,7 @@ class _UpdatedMemory:
 
 
 def _place(home: int) -> str:
-    """Who runs a node.
+    """The home of a node in words.
 
     >>> _place(2), _place(EVERY), _place(NOWHERE)
     ('stage 2', 'the prologue', 'all ranks')
@@ -182,7 +182,7 @@ def _place(home: int) -> str:
 
 
 def _data_sums(wiring: Wiring) -> Iterator[Fault]:
-    """Every gradient is summed over the data ranks once, with those of its rank."""
+    """Every gradient is summed over the data ranks once, in a bucket of its rank."""
     if wiring.lowered.data == 1:
         for item in wiring.lowered.buckets:
             yield Fault(AVERAGED, f"there is one data rank, and {item.label} sums over several")
@@ -234,7 +234,7 @@ def _in_rows(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault
 def _on_each(
     where: str, what: str, name: str, buckets: list[Bucket], holders: Iterable[int]
 ) -> Iterator[Fault]:
-    """What several ranks hold is in one bucket of each."""
+    """A tensor that several ranks hold is in one bucket of each."""
     counts = Counter(item.ranks for item in buckets)
     for rank in holders:
         count = counts.pop((rank,), 0)
@@ -246,7 +246,7 @@ def _on_each(
 
 
 def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:
-    """A bucket has parameters that are trained, all of one dtype, experts or none."""
+    """A bucket has trained parameters of one dtype, all of experts or none."""
     if not item.names:
         yield Fault(AVERAGED, f"{item.label} is empty")
     known = {name: wiring.graph.by_name.get(name) for name in item.names}

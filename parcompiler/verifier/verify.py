@@ -27,9 +27,9 @@ SHOWN = 20  # faults that an error lists; one mistake may break many rules
 
 
 def verify(lowered: Lowered, memory: MemoryLimits | None = None) -> None:
-    """Prove a lowered program, and that it fits into memory where limits are given.
+    """Verify a lowered program, and that it fits into memory if limits are given.
 
-    Raises PlanError that lists all faults.
+    Raises a PlanError that lists all faults.
     """
     broken = list(faults(lowered, memory))
     if not broken:
@@ -42,13 +42,13 @@ def verify(lowered: Lowered, memory: MemoryLimits | None = None) -> None:
 
 
 def faults(lowered: Lowered, memory: MemoryLimits | None = None) -> Iterator[Fault]:
-    """Every fault of a lowered program; none if it does what the model does."""
+    """Every fault of a lowered program; none if it computes what the model computes."""
     wiring = Wiring(lowered)
     for of_program in (signature, stages, tensors):
         yield from of_program.faults(wiring)
     yield from shared_vocabulary.layer_faults(wiring)
     if len(lowered.evaluation) != lowered.size:
-        return  # as `stages` has said
+        return  # already reported by `stages`
     yield from _step_faults(StepIndex(wiring, lowered.instructions, training=True), memory)
     for fault in _step_faults(StepIndex(wiring, lowered.evaluation, training=False), memory):
         yield dataclasses.replace(fault, detail=f"in evaluation, {fault.detail}")

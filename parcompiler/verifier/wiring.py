@@ -1,7 +1,7 @@
 """The values between stages: which stage makes each, and which others read it.
 
-Read off the calls alone. The tables beside them (`values`, `gives`, `tied`, the instruction lists)
-were written by others and are compared with this.
+Derived from the calls alone. The other tables (`values`, `gives`, `tied`, the instruction lists)
+were written independently, and are compared with this.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from parcompiler.schedules.action import NOWHERE
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value on its way from the stage that makes it to the stages of one rank that read it.
+    """A value that goes from the stage that makes it to the stages of one rank that read it.
 
-    `source` and `target` are ranks; they are equal for what stays on a rank.
+    `source` and `target` are ranks; equal if the value stays on a rank.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Crossing:
 
 
 class Wiring:
-    """The stages of a lowered program, each known by its place in the tuple."""
+    """The stages of a lowered program, each identified by its index in the tuple."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
@@ -64,7 +64,7 @@ class Wiring:
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
-        """The node that each name stands for."""
+        """The node of each name."""
         return {name: node for node, name in self.lowered.variables.items()}
 
     @cached_property
@@ -79,7 +79,7 @@ class Wiring:
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
-        """Where each node stands in the model."""
+        """The index of each node in the model."""
         return {node: index for index, node in enumerate(self.graph.fx_graph.nodes)}
 
     @cached_property
@@ -92,12 +92,12 @@ class Wiring:
 
     @cached_property
     def recomputed(self) -> frozenset[fx.Node]:
-        """The nodes that stand in some stage's prologue."""
+        """The nodes in some stage's prologue."""
         return frozenset(node for stage in self.stages for node in stage.prologue)
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """The first stage whose calls result in each name; NOWHERE for what is looked up."""
+        """The first stage whose calls result in each name; NOWHERE for lookups."""
         makers: dict[str, int] = dict.fromkeys(self.lookups, NOWHERE)
         for j, stage in enumerate(self.stages):
             for call in stage.calls:
@@ -144,7 +144,7 @@ class Wiring:
         return {name: tuple(stages) for name, stages in holders.items()}
 
     def rank_of(self, j: int) -> int | None:
-        """The rank of a stage, if there are both."""
+        """The rank of a stage, if both exist."""
         rank = self.stages[j].rank if 0 <= j < len(self.stages) else -1
         return rank if 0 <= rank < self.lowered.size else None
 
@@ -158,7 +158,7 @@ class Wiring:
         return node is not None and node.name in self.graph.differentiable
 
     def leads(self, name: str, j: int) -> bool:
-        """Whether a gradient comes from what stage `j` computes of a value directly."""
+        """Whether a direct user of a value on stage `j` carries a gradient."""
         users = self.nodes[name].users if name in self.nodes else ()
         leading = (user for user in users if user.name in self.graph.differentiable)
         return any(j == home for user in leading for home, _ in self.homes.get(user, ()))
@@ -175,6 +175,6 @@ class Wiring:
         return self.graph.by_node.get(node.name)
 
     def updates_buffers(self, stage: StageProgram) -> bool:
-        """Whether a stage leaves something behind that its next micro-batch reads."""
+        """Whether a stage updates state that its next micro-batch reads."""
         known = (self.graph.by_name.get(name) for name in stage.tensors)
         return any(item.mutated for item in known if item is not None)
