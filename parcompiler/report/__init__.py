@@ -1,4 +1,4 @@
-"""Lowered -> what a person reads before and after the run: text, JSON, a page, a trace."""
+"""Lowered -> a report for people, before and after the run: text, JSON, a page, a trace."""
 
 from parcompiler.report.report import Report
 

@@ -50,7 +50,7 @@ def methods(report: ReportData) -> Table:
 
 
 def levels(report: ReportData) -> Table:
-    """What data ranks would hold and exchange with the stages of the plan at each level of ZeRO."""
+    """The memory and traffic of data ranks at each level of ZeRO, with the stages of the plan."""
     shares = report.levels
     chosen, steps = report.plan.zero, [share.step for share in shares]
     here = [share.level == chosen for share in shares]
@@ -69,7 +69,7 @@ def levels(report: ReportData) -> Table:
 
 
 def owned(report: ReportData) -> Table:
-    """Who updates which parameters, where the optimizer takes whole ones."""
+    """The data rank that updates each parameter, if the optimizer takes whole ones."""
     parts = report.owned
     return table(
         f"Whole parameters, as {report.plan.optimizer} takes them, by their data rank",
@@ -82,7 +82,7 @@ def owned(report: ReportData) -> Table:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and how many there are besides."""
+    """The first names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
@@ -90,7 +90,7 @@ def _some(names: Sequence[str]) -> str:
 def _as_predicted(
     seconds: Sequence[float | None], chosen: Sequence[object], report: ReportData
 ) -> list[float | None]:
-    """Estimated steps, moved so that the plan's is the predicted one, which counts a little more
+    """Estimated steps, shifted so that the plan's equals the predicted one, which includes more
     (sums over data ranks, updates)."""
     known = (s for s, is_chosen in zip(seconds, chosen, strict=True) if s and is_chosen)
     more = report.step.seconds - next(known, report.step.seconds)
@@ -98,20 +98,20 @@ def _as_predicted(
 
 
 def _marked(names: Iterable[object], chosen: Iterable[object]) -> Iterator[Cell]:
-    """The first cells of rows: strong in that of the plan."""
+    """The first cells of rows: strong in the plan's row."""
     for name, is_chosen in zip(names, chain(chosen, repeat(False)), strict=False):
         yield Cell(str(name), "strong" if is_chosen else "")
 
 
 def _place(share: DataShare, chosen: int | None) -> str:
-    """Whether a level is that of the plan, or could not be."""
+    """The note on a level: this plan, or does not fit."""
     if share.level == chosen:
         return "this plan"
     return "" if share.fits else "does not fit"
 
 
 def meshes(report: ReportData) -> Table:
-    """The best ten meshes, what their steps consist of, and how many others there are and why."""
+    """The best ten meshes with the parts of their steps, and counts of the others by reason."""
     every = [*(report.plan.meshes or ())]
     best, others = every[:SHOWN], Counter(map(_loss, every[SHOWN:]))
     seconds = [item.seconds for item in best]
@@ -155,19 +155,19 @@ def meshes(report: ReportData) -> Table:
 
 
 def _degrees(meshes: Sequence[MeshChoice], best: Sequence[MeshChoice]) -> Iterator[Column]:
-    """The degrees of the axes that not every cluster needs, where any mesh has them."""
+    """Columns for the context and expert degrees, if any mesh has them."""
     for axis in ("context", "expert"):
         if any(getattr(item, axis) > 1 for item in meshes):
             yield number(axis, (str(getattr(item, axis)) for item in best))
 
 
 def _over(seconds: Sequence[float | None], least: float | None) -> Column:
-    """Steps as multiples of the shortest."""
+    """Step times as multiples of the shortest."""
     return number("of\nbest", (ratio(s / least) if s and least else NOTHING for s in seconds))
 
 
 def _bounded(figures: Column, meshes: Sequence[MeshChoice]) -> Column:
-    """The figures of meshes; a sign marks those that are lower bounds over all plans."""
+    """The figures of meshes, with a sign before those that are lower bounds over all plans."""
     pairs = zip(figures.cells, meshes, strict=True)
     marked = (
         cell if mesh.reason is None or cell.text == NOTHING else f">= {cell.text}"
@@ -177,7 +177,7 @@ def _bounded(figures: Column, meshes: Sequence[MeshChoice]) -> Column:
 
 
 def _part(heading: str, parts: Sequence[float | None], seconds: Sequence[float | None]) -> Column:
-    """A part of each step."""
+    """A column with the share of a part in each step."""
     pairs = zip(parts, seconds, strict=True)
     return number(heading, (percent(p / s) if p is not None and s else NOTHING for p, s in pairs))
 
@@ -195,7 +195,7 @@ def runner_up(report: ReportData) -> str:
 
 
 def _plan(mesh: MeshChoice) -> Iterator[str]:
-    """What was decided for a mesh, in a few words."""
+    """The decisions for a mesh, in a few words."""
     if mesh.schedule:
         yield mesh.schedule
     if mesh.vocabulary not in (None, "whole"):
@@ -207,7 +207,8 @@ def _plan(mesh: MeshChoice) -> Iterator[str]:
 
 
 def _why(mesh: MeshChoice, best: MeshChoice, memory: int) -> str:
-    """Why a mesh lost: by how much memory, or what of its step is longer than the best one's."""
+    """Why a mesh lost: the memory it lacks, or the part of its step that is longer than the best
+    one's."""
     if mesh is best:
         return ""
     if mesh.reason is not None:

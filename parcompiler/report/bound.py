@@ -1,13 +1,13 @@
-"""What bounds a step: where the seconds of its busiest rank go, and what would shorten it most.
+"""What bounds a step: the parts of its busiest rank's time, and the changes that would help most.
 
     |  arithmetic  |  memory traffic  |  tensor ranks  |  messages  |  optimizer  |   = one step
 
-Seconds of compute instructions are divided as the roofline divides the operators of their blocks;
-those between them, by what the rank waits for.
+Seconds of compute instructions are divided by the roofline of the operators in their blocks; those
+between them, by what the rank waits for.
 
 A neighbouring mesh, on which the same batch would train faster, is planned as `compile` would. It
-has half of the ranks along one axis and twice as many along another. Those are tried first that
-halve an axis on which the busiest rank loses much time and double one that costs little.
+has half of the ranks along one axis and twice as many along another. Neighbours that halve an axis
+on which the busiest rank loses much time and double a cheap one are tried first.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ PARTS = (
     "arithmetic", "memory traffic", "kernel launches", "tensor ranks", "context ranks",
     "expert ranks", VOCABULARY, DATA, MESSAGE, OPTIMIZER, WAITING,
 )  # fmt: skip
-WORTH = 0.01  # of the step: smaller changes are below what the model can tell
+WORTH = 0.01  # of the step: smaller gains are below the model's accuracy
 SHOWN = 3
 
-# The seconds that an axis loses, by the parts of the step.
+# The parts of a step whose seconds are lost to an axis.
 LOST = {"data": (DATA,), "pipeline": (WAITING, MESSAGE), "tensor": ("tensor ranks",)}
-MORE = {"data": 0.5, "pipeline": 1.0, "tensor": 1.0}  # of that, what twice the ranks add
-UNKNOWN = 0.05  # of the step: what an axis that is not divided may cost once it is
-TRIED = 2  # neighbours: planning one takes a fraction of compile
+MORE = {"data": 0.5, "pipeline": 1.0, "tensor": 1.0}  # share of that which twice the ranks add
+UNKNOWN = 0.05  # of the step: assumed cost of an axis that has one rank so far
+TRIED = 2  # neighbours; planning one takes a fraction of compile
 
-# What a gap in the compute of a rank is: the first of these that goes on in it.
+# Reasons for a gap in a rank's compute: the first whose events overlap it.
 WAITS = {
     DATA: BUCKETED | SHARDING,
     VOCABULARY: TRANSFERS | {Kind.EXCHANGE},
@@ -70,14 +70,14 @@ WAITS = {
 
 
 def busiest(timeline: Timeline) -> int:
-    """The rank that computes most of the step, by its pipeline coordinate."""
+    """The pipeline coordinate with the smallest idle fraction."""
     return min(range(len(timeline.bubble)), key=timeline.bubble.__getitem__)
 
 
 def parts(
     lowered: Lowered, priced: Priced, timeline: Timeline, device: Device
 ) -> tuple[NamedTime, ...]:
-    """Where the seconds of the busiest rank go, which add up to the step; longest first.
+    """The parts of the busiest rank's step, which add up to the whole; longest first.
 
     `priced` are the blocks of one tensor rank, `device` is that of the rank.
     """
@@ -112,9 +112,9 @@ def parts(
 
 
 def lines(priced: Priced, device: Device) -> tuple[SourceLine, ...]:
-    """What the lines of the model's source take, longest first: of all blocks of a template.
+    """The times of lines of the model's source in all blocks of a template, longest first.
 
-    Operators below a line, in torch's own modules, count with it; so do what it exchanges between
+    Operators called by a line in torch's own modules count with it; so do its exchanges between
     tensor ranks, and its backward. `priced` are the blocks of one tensor rank.
     """
     blocks = Counter(block.template for block in priced.cut.blocks)
@@ -160,7 +160,7 @@ def _shares(cost: BlockCost, device: Device, *, again: bool) -> Counter[str]:
 
 
 def _split(operation: Operation, device: Device) -> dict[str, float]:
-    """An operator's seconds: its arithmetic or its traffic, whichever is longer, and its launch."""
+    """An operator's seconds: arithmetic or traffic, whichever is longer, and launch."""
     seconds = operation_seconds(operation, device)
     if operation.kind == EXCHANGE:
         return {f"{operation.axis} ranks": seconds}
@@ -173,7 +173,7 @@ def _split(operation: Operation, device: Device) -> dict[str, float]:
 def _waits(
     timeline: Timeline, rank: int, spans: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[str, float]]:
-    """The seconds between compute instructions by what goes on for the rank in them."""
+    """The seconds between compute instructions, by the reason for the gap."""
     going = {
         name: [(e.begin, e.end) for e in timeline.events
                if e.instruction.kind in kinds and rank in (e.rank, e.instruction.peer)]
@@ -202,9 +202,9 @@ def _waits(
 def changes(
     problem: Problem, plan: Plan, found: Iterable[NamedTime], device: Device
 ) -> tuple[OptionGain, ...]:
-    """The changes of one option that would train most samples a second, at most three.
+    """Changes of one option that would train more samples a second, the best three at most.
 
-    Each is predicted with the stages of the plan, so that one planned for it may be faster still;
+    Each is predicted with the plan's stages, so that a plan made for it may be faster still;
     `problem` is that of one tensor rank.
     """
     parts = tuple(found)
@@ -221,7 +221,7 @@ def by_gain(found: Iterable[OptionGain]) -> tuple[OptionGain, ...]:
 def _narrowed(
     problem: Problem, plan: Plan, found: Iterable[NamedTime], device: Device
 ) -> Iterator[OptionGain]:
-    """16 bits for a model in 32, where the device computes faster in them: half of all traffic."""
+    """16 bits for a model in 32, if the device is faster in them; halves all traffic."""
     wide, narrow = torch.float32, torch.bfloat16
     slower = device.peak(wide) / device.peak(narrow)
     if problem.graph.dtype != wide or plan.precision not in (None, "fp32") or slower >= 1:
@@ -254,7 +254,7 @@ def _narrowed(
 def _reordered(problem: Problem, plan: Plan, seconds: float) -> Iterator[OptionGain]:
     """More micro-batches, another schedule, no recomputation, another level of ZeRO.
 
-    Estimated steps are scaled as that of the plan is, which takes `seconds`."""
+    Estimated steps are scaled by the ratio of the plan's step, `seconds`, to its estimate."""
     level = plan.zero or 0
     if plan.orders is not None or problem.options.asynchronous or plan.updates is not None:
         return
@@ -268,13 +268,13 @@ def _reordered(problem: Problem, plan: Plan, seconds: float) -> Iterator[OptionG
     if plan.recompute:
         trials.append(("recompute", "none", replace(plan, recompute=(), offload=False)))
     if plan.zero is not None:
-        others = (k for k in LEVELS[:-1] if k != level)  # the last has other memory to plan for
+        others = (k for k in LEVELS[:-1] if k != level)  # the last needs other memory planning
         trials += [("zero", str(k), replace(plan, zero=k)) for k in others]
     for option, value, trial in trials:
         try:
             share = share_of(problem, trial, trial.zero or 0)
         except ParcompilerError:
-            continue  # an order that these stages or micro-batches cannot have
+            continue  # impossible with these stages or micro-batches
         if share.fits:
             gain = trial.microbatches * before / (plan.microbatches * share.step) - 1
             yield OptionGain(option, value, gain, share.step * seconds / before)
@@ -283,11 +283,10 @@ def _reordered(problem: Problem, plan: Plan, seconds: float) -> Iterator[OptionG
 def other_mesh(
     problem: Problem, plan: Plan, parts: Iterable[NamedTime], seconds: float
 ) -> tuple[OptionGain, ...]:
-    """The first of the neighbours tried that gains more on a step of `seconds` than the cost model
-    can tell, if one does.
+    """The first neighbour tried that gains more than `WORTH` on a step of `seconds`, if any.
 
-    `problem` is that of the whole model. Nothing is tried where more than the mesh would have to
-    change: stages by number, measured costs, context and expert ranks, several devices.
+    `problem` is that of the whole model. None is tried if more than the mesh would have to change:
+    stages by number, measured costs, context and expert ranks, several devices.
     """
     mesh, options = problem.mesh, problem.options
     chosen = (
@@ -316,14 +315,14 @@ def other_mesh(
 def _neighbours(
     mesh: Mesh, microbatches: int, parts: Iterable[NamedTime], step: float, *, context: bool
 ) -> Iterator[tuple[Mesh, int]]:
-    """Meshes beside this one with their micro-batches on a data rank, the most promising first;
-    with `context` ranks where rows are long and memory is short."""
+    """Neighbouring meshes with their micro-batches on a data rank, the most promising first; with
+    `context`, also ones with more context ranks."""
     spent = {part.name: part.seconds for part in parts}
     lost = {axis: sum(spent.get(name, 0.0) for name in names) for axis, names in LOST.items()}
     added = {axis: MORE[axis] * seconds if getattr(mesh, axis) > 1 else UNKNOWN * step
              for axis, seconds in lost.items()}  # fmt: skip
     pairs = [*itertools.permutations(LOST, 2), *((axis, "context") for axis in LOST if context)]
-    added["context"] = 0.0  # they make the room that is paid for with time
+    added["context"] = 0.0  # free: they save memory that costs time otherwise
     for less, more in sorted(pairs, key=lambda pair: added[pair[1]] - lost[pair[0]]):
         half, odd = divmod(getattr(mesh, less), 2)
         if odd:

@@ -1,7 +1,8 @@
-"""The parts of a report: plain frozen values, so that a report can be kept and read without torch.
+"""The parts of a report: plain frozen values, so that a report can be stored and read without
+torch.
 
 Sizes are bytes, times seconds, work FLOPs (a multiplication with its addition counts 2). Names are
-the model's own, as they are: whatever shows them must make them harmless.
+the model's own, unescaped: renderers must escape them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ VERSION = 2
 class TrainedModel:
     """The model. `parameters` counts elements, tied ones once and buffers not at all.
 
-    `frozen` are those of them that are not trained, `dtype` the one of most elements; `random`
-    says whether an operator draws random numbers. `evaluating` are the outermost modules that were
-    in evaluation mode when it was captured ("" is the model itself), in which so many modules would
-    drop elements in training (`dropouts`), or update running statistics (`norms`). `attention` has
-    what the compiler made of attention, and how often; `row_gradients` is there where gradients of
-    tables are rows. `templates` counts the distinct blocks.
+    `frozen` counts those that are not trained, `dtype` is the one of most elements; `random` says
+    whether an operator draws random numbers. `evaluating` are the outermost modules that were in
+    evaluation mode at capture ("" is the model itself); in training, `dropouts` of the modules in
+    them would drop elements, and `norms` would update running statistics. `attention` has the forms
+    that the compiler chose for attention; `row_gradients` is set if gradients of tables are rows.
+    `templates` counts the distinct blocks.
     """
 
     name: str
@@ -44,8 +45,8 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class RowGradients:
-    """Gradients of so many `tables` are the rows that a step looks up, at most `looked_up` on all
-    data ranks, of all `rows`."""
+    """`tables` with row gradients: a step looks up at most `looked_up` of their `rows`, on all data
+    ranks."""
 
     tables: int
     looked_up: int
@@ -54,7 +55,7 @@ class RowGradients:
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """How so many attentions are computed, other than as the model says it."""
+    """A form in which `count` attentions are computed, other than in the model."""
 
     text: str
     count: int
@@ -71,11 +72,11 @@ class RankDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMesh:
-    """The mesh. `memory` is one device's, of which plans keep the part `margin` free, `peak` its
-    FLOP/s in the model's dtype.
+    """The mesh. `memory` is one device's, of which plans keep the fraction `margin` free, `peak`
+    its FLOP/s in the model's dtype.
 
-    Where pipeline coordinates have different devices, these are `devices`; `memory` is the least
-    of them then, `peak` the mean.
+    If pipeline coordinates have different devices, these are `devices`; then `memory` is the least
+    of them, `peak` the mean.
     """
 
     pipeline: int
@@ -103,7 +104,7 @@ class DeviceMesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The ranks along each axis; context and expert ranks where there are several."""
+        """The ranks along each axis; context and expert ranks only if there are several."""
         degrees = {"pipeline": self.pipeline, "data": self.data}
         degrees |= {"context": self.context} if self.context > 1 else {}
         degrees |= {"tensor": self.tensor}
@@ -111,7 +112,7 @@ class DeviceMesh:
 
     @property
     def counted(self) -> str:
-        """How many ranks have which device, along the pipeline."""
+        """The number of ranks with each device, along the pipeline."""
         names = [one.name for one in self.devices] or [self.device] * self.pipeline
         return ", ".join(f"{self.copies * len([*same])} × {name}" for name, same in groupby(names))
 
@@ -136,8 +137,8 @@ class VocabularyTable:
 
 @dataclass(frozen=True, slots=True)
 class NamedTime:
-    """Seconds that go where `name` says: of a step of the busiest rank, or into a pass of every
-    rank for the vocabulary, or a collective for it, for one micro-batch."""
+    """The seconds of a part: of the busiest rank's step; or of a pass of the vocabulary, or of its
+    collective, for one micro-batch."""
 
     name: str
     seconds: float
@@ -145,7 +146,7 @@ class NamedTime:
 
 @dataclass(frozen=True, slots=True)
 class VocabularySplit:
-    """What every rank has of the layers of the vocabulary, and does for them.
+    """Every rank's part of the layers of the vocabulary.
 
     `state` are bytes on each rank: rows, their gradients and optimizer states.
     """
@@ -159,9 +160,9 @@ class VocabularySplit:
 class TensorCollective:
     """A collective of the ranks of an axis in each of `blocks` blocks, for a micro-batch or `once`.
 
-    `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes. It takes
-    `seconds`, of which `exposed` are beside no compute. Gradients of parameters that they use in
-    pieces are exchanged once a step.
+    It exchanges `value`, of `shape` on a rank; each rank sends `sent` bytes. It takes `seconds`, of
+    which `exposed` are not hidden by compute. Gradients of parameters that ranks use for parts of
+    the work are exchanged once a step.
     """
 
     template: str
@@ -179,7 +180,7 @@ class TensorCollective:
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """An input of which each context rank has as many of the rows of every sample."""
+    """An input whose `rows` in every sample are split evenly over context ranks: `own` on each."""
 
     key: str
     rows: int
@@ -191,12 +192,11 @@ class RowShare:
 class PredictedStep:
     """The predicted step. `flops` are those of all ranks, without anything computed twice.
 
-    `ideal` is the time of even stages that are never idle and messages that are free, `idle` the
-    mean over ranks, `imbalance` the largest time of a rank over the mean, `mfu` the model's FLOPs
-    over what all ranks could do in that time. `rows` and `tokens` of a step are None where the
-    inputs do not tell. `parts` are where the seconds of the busiest rank go, `changes` the options
-    that would shorten it most. `period` is from one step to the next where no rank waits at its end
-    for all others.
+    `ideal` is the time with even stages, no idle time and free messages, `idle` the mean over
+    ranks, `imbalance` the largest time of a rank over the mean, `mfu` the model's FLOPs over the
+    peak of all ranks in that time. `rows` and `tokens` of a step are None if the inputs do not
+    tell. `parts` are those of the busiest rank's step, `changes` the options that would shorten it
+    most. `period` is the time from one step to the next if no rank waits for all others at its end.
     """
 
     seconds: float
@@ -214,9 +214,9 @@ class PredictedStep:
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """What a line of the model's source takes for one micro-batch in a block: `place` is its file
-    and number, `share` the part of the compute of all blocks that it takes in those of its
-    template, `bound` what takes most of that."""
+    """The time of a line of the model's source for one micro-batch in a block: `place` is its file
+    and number, `share` its fraction of the compute of all blocks, over all blocks of its template,
+    and `bound` what takes most of that."""
 
     template: str
     blocks: int
@@ -230,8 +230,8 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class OptionGain:
-    """An option and its `value` with which a step would take `seconds`: `gain` is the fraction of
-    samples a second that it adds."""
+    """An option and the `value` with which a step would take `seconds`: `gain` is the relative
+    increase of samples per second."""
 
     option: str
     value: str
@@ -241,12 +241,12 @@ class OptionGain:
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """A stage and what one micro-batch costs there.
+    """A stage and its costs for one micro-batch.
 
-    `state` is what its parameters occupy with gradients, optimizer and older versions,
-    `activations` what one micro-batch keeps for the backward; `in_flight` micro-batches are kept at
-    once. `sent` counts the values given to other ranks, `sent_back` the gradients of those
-    received.
+    `state` are the bytes of its parameters with gradients, optimizer states and older versions,
+    `activations` those that one micro-batch keeps for the backward; `in_flight` micro-batches are
+    kept at once. `sent` are the bytes of values sent to other ranks, `sent_back` those of gradients
+    of received values.
     """
 
     rank: int
@@ -266,9 +266,9 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A stage of an asynchronous schedule: its weights may be so many `updates` old.
+    """A stage of an asynchronous schedule: its weights may be `updates` updates old.
 
-    It holds so many `versions` of them at once, those besides the current one in `nbytes`.
+    It holds `versions` versions of them at once; those besides the current one take `nbytes`.
     """
 
     updates: int
@@ -278,11 +278,11 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank: the fraction of the step that it does not compute, and its largest memory. Of that,
-    what it keeps of parameters, of gradients and of optimizer states, in bytes.
+    """A rank: the idle fraction of the step, and the peak memory; of that, the bytes of parameters,
+    gradients and optimizer states.
 
-    `without` are the bytes that it would need if nothing were recomputed or offloaded, `host` those
-    of blocks that are offloaded, which its host holds.
+    `without` are the bytes that it would need without recomputation and offloading, `host` those of
+    offloaded blocks in its host's memory.
     """
 
     idle: float
@@ -296,7 +296,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class OwnedParameters:
-    """The parameters that the optimizer gets undivided on data rank `data` of a rank: `nbytes` in
+    """The parameters that the optimizer updates whole on data rank `data` of a rank: `nbytes` in
     all, the largest first."""
 
     rank: int
@@ -307,7 +307,7 @@ class OwnedParameters:
 
 @dataclass(frozen=True, slots=True)
 class SentValue:
-    """A tensor that goes from stage `source` straight to the stages `targets`, per micro-batch."""
+    """A tensor sent from stage `source` directly to the stages `targets`, for each micro-batch."""
 
     name: str
     shape: tuple[int, ...]
@@ -317,13 +317,13 @@ class SentValue:
     source: int
     targets: tuple[int, ...]
     cheaper: bool
-    """Each stage could compute it for itself, but receiving it takes less time."""
+    """Whether stages could compute it themselves, but receiving it is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A value that the stages compute for themselves instead of receiving it: for each
-    micro-batch, or `once`."""
+    """A value that stages compute themselves instead of receiving it: for each micro-batch, or
+    `once`."""
 
     name: str
     shape: tuple[int, ...]
@@ -335,7 +335,8 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A parameter with several names or several users. Several ranks add up its gradients."""
+    """A parameter with several names or several users. If there are several ranks, they sum its
+    gradients."""
 
     name: str
     aliases: tuple[str, ...]
@@ -347,7 +348,8 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """Gradients that a rank sums with its data replicas: `sums` of `nbytes` take `seconds` in all.
+    """Gradients that a rank sums with its data replicas: `sums` sums of `nbytes` take `seconds` in
+    all.
 
     The last one ends `exposed` seconds after the last compute instruction of all ranks.
     """
@@ -369,8 +371,8 @@ class Estimated:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A letter of the closed forms: the size that it stands for, and its number at capture; or why
-    that size is none of them (`letter` is empty then)."""
+    """A letter of the closed forms: the size that it stands for, and its number at capture; or,
+    with an empty `letter`, the reason why a size is no symbol."""
 
     letter: str
     word: str
@@ -380,8 +382,8 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a block of a template costs for one micro-batch on a rank, or the blocks of a stage
-    together: `value` is an expression of sympy, by which `what` is counted."""
+    """A cost of a block of a template, or of all blocks of a stage, for one micro-batch on a rank:
+    `what` is counted, and `value` is the sympy expression."""
 
     name: str
     blocks: int
@@ -392,8 +394,8 @@ class Form:
 @dataclass(frozen=True, slots=True)
 class ReportData:
     """A plan, and all figures of its report. `levels` are those of ZeRO with its stages, `experts`
-    the numbers of experts of which expert ranks have pieces, `server` the bytes that go through the
-    link of a parameter server in a step, and those of its states."""
+    the numbers of experts that expert ranks share out, `server` the bytes through a parameter
+    server's link in a step, and those of its states."""
 
     plan: Plan
     model: TrainedModel

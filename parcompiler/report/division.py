@@ -1,5 +1,5 @@
-"""The sections about stages: what they hold, how long they take, what they keep in memory; and what
-blocks and stages cost in the sizes of the inputs."""
+"""The sections about stages: blocks, times and memory; and the closed forms of blocks and
+stages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from parcompiler.report.units import (
 
 FULL, NEARLY = 1.0, 0.9  # fractions of a device's memory
 SHOWN = 8  # ranks in a summary
-LINES = 16  # of the model's source; a row counts the others
-LETTERS = 48  # of each
+LINES = 16  # of the model's source; the last row counts the others
+LETTERS = 48  # shown of each
 
 
 def stages(report: ReportData) -> Table:
-    """What each stage holds; of the third level of ZeRO its units, as the scripts have them."""
+    """The blocks of each stage; with ZeRO 3 its units, as in the scripts."""
     stages, names = report.stages, [device.name for device in report.mesh.devices]
     devices = [words("device", (names[stage.rank] for stage in stages))] if names else []
     return table(
@@ -42,7 +42,7 @@ def stages(report: ReportData) -> Table:
 
 
 def summary(report: ReportData) -> Table:
-    """What each rank of the pipeline has, and how full and idle it is; of many the first."""
+    """The blocks, memory and idle time of each rank of the pipeline, or of the first of many."""
     ranks = [*enumerate(report.ranks)][: SHOWN if len(report.ranks) > SHOWN + 1 else None]
     more = len(report.ranks) - len(ranks)
     blocks = [[b for s in report.stages if s.rank == r for b in s.blocks] for r, _ in ranks]
@@ -58,7 +58,7 @@ def summary(report: ReportData) -> Table:
 
 
 def lines(report: ReportData) -> Table:
-    """What the lines of the model's source take in the blocks of each template, longest first."""
+    """The times of the model's source lines in the blocks of each template, longest first."""
     shown, others = report.lines[:LINES], report.lines[LINES:]
     rest = [f"{len(others)} more lines"] if others else []
     shares = [*(line.share for line in shown), *([sum(line.share for line in others)] * len(rest))]
@@ -73,7 +73,7 @@ def lines(report: ReportData) -> Table:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a line.
+    """A line, cut to `LETTERS` letters.
 
     >>> shortened("x = self.mlp(self.norm(x)) * self.weight_of_the_residual_stream")
     'x = self.mlp(self.norm(x)) * self.weight_of_the…'
@@ -82,7 +82,7 @@ def shortened(text: str) -> str:
 
 
 def work(report: ReportData) -> Table:
-    """What each stage computes and sends for one micro-batch."""
+    """The compute and messages of each stage for one micro-batch."""
     stages = report.stages
     seconds = [stage.forward + stage.backward for stage in stages]
     mean = sum(seconds) / len(seconds)
@@ -102,7 +102,7 @@ def work(report: ReportData) -> Table:
 
 
 def memory(report: ReportData) -> Table:
-    """What each stage keeps, and the most that its rank holds at once."""
+    """The memory of each stage, and the peak of its rank."""
     stages, mesh = report.stages, report.mesh
     peaks = [rank.peak_memory for rank in report.ranks]
     fractions = [peak / mesh.limit(rank) for rank, peak in enumerate(peaks)]
@@ -121,7 +121,7 @@ def memory(report: ReportData) -> Table:
 
 
 def versions(report: ReportData) -> Table:
-    """How old the weights of stages get; empty where every step ends with its update."""
+    """The staleness of stages' weights; empty if every step ends with its update."""
     stages = report.staleness
     return table(
         "Staleness of weights",
@@ -133,7 +133,8 @@ def versions(report: ReportData) -> Table:
 
 
 def kept(report: ReportData) -> Table:
-    """What a data or context rank keeps, by rank of the pipeline; empty without such ranks."""
+    """The parameters, gradients and states on a data or context rank, by rank of the pipeline;
+    empty without such ranks."""
     ranks = report.ranks if report.mesh.copies > report.mesh.tensor else ()
     return table(
         f"Kept on each of {report.mesh.replicas} (zero {report.plan.zero or 0})",
@@ -159,7 +160,7 @@ def averaged(report: ReportData) -> Table:
 
 
 def measured(report: ReportData) -> Table:
-    """Measured stages beside the predicted ones; empty where nothing was measured."""
+    """Measured stages beside predicted ones; empty without measurements."""
     title, step = "Predicted and measured", report.measurement
     if step is None or not step.forward:
         return table(title)
@@ -172,7 +173,7 @@ def measured(report: ReportData) -> Table:
 
 
 def symbols(report: ReportData) -> Table:
-    """What the letters of the closed forms stand for."""
+    """The meaning of the letters of the closed forms."""
     rows = (
         (item.letter, f"{item.word}{', from 2 on' * (item.letter == 'b')}, here {item.now:,}")
         if item.now is not None
@@ -183,7 +184,7 @@ def symbols(report: ReportData) -> Table:
 
 
 def forms(report: ReportData) -> Table:
-    """What a block, or a stage, costs for one micro-batch on a rank."""
+    """The closed forms of blocks and stages, for one micro-batch on a rank."""
     forms = report.forms
     return table(
         "Closed forms",

@@ -1,6 +1,6 @@
-"""When each instruction of a step ran: in the simulated step, and in a measured one.
+"""The times of instructions, in the simulated step and in a measured one.
 
-Seconds since the step began, and bytes.
+In seconds since the step began; memory is in bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _BACKWARD = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 class StepEvent:
     """An instruction of `rank`, with its text.
 
-    `waited` are the seconds of it spent waiting for messages in a measured step, None in the
-    simulated one.
+    `waited` are the seconds that it waited for messages in a measured step; None in the simulated
+    one.
 
     >>> StepEvent.parse("0 0.5 1.5 FORWARD stage 0 mb 3").instruction.microbatch
     3
@@ -67,7 +67,7 @@ class StepEvent:
 
     @property
     def kind(self) -> Kind:
-        """What the instruction does."""
+        """The kind of the instruction."""
         return Kind(self.text.split(maxsplit=1)[0])
 
     @property
@@ -78,7 +78,7 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """From `second` on a rank occupies `nbytes`."""
+    """The memory of a rank from `second` on: `nbytes`."""
 
     second: float
     nbytes: int
@@ -129,9 +129,9 @@ def measured_step(
     """The time of a step and, from its trace by rank, its events and the means of each stage.
 
     The pipeline has `ranks` ranks, each in `replicas` (data · tensor) that run the same
-    instructions. A trace has all of them, of which those with data and tensor coordinate 0 are
-    kept, or these alone. Raises InputError when the time is not a positive number, or the trace is
-    of another program.
+    instructions. A trace has all ranks, of which those with data and tensor coordinate 0 are kept,
+    or only these. Raises InputError when the time is not a positive number, or the trace is of
+    another program.
     """
     if not (isfinite(seconds) and seconds > 0):
         message = f"a measured step takes a positive number of seconds ({seconds} given)"
@@ -159,7 +159,7 @@ def measured_step(
 def _means(
     records: Iterable[InstructionTime], kinds: Collection[Kind], stages: int
 ) -> Iterator[float | None]:
-    """For each stage the mean time of its micro-batches; None where there is none.
+    """For each stage the mean time of its micro-batches; None if there are none.
 
     A backward in two parts takes the time of both.
     """
@@ -178,7 +178,7 @@ def _means(
 
 
 def _seconds(text: str) -> float:
-    """A time in the step. Raises ValueError when it is none."""
+    """A time in the step. Raises ValueError for an invalid one."""
     seconds = float(text)
     if not 0 <= seconds < float("inf"):
         raise ValueError

@@ -1,4 +1,4 @@
-"""The simulated step as a drawing: one line per rank, time from left to right.
+"""The simulated step as a text chart: one line per rank, time from left to right.
 
 rank 0  F0-F1-....B0----B1----      F forward and B backward of a micro-batch
 rank 1  ...F0-B0----F1-B1----.      . idle
@@ -28,7 +28,7 @@ WORDS = {
 }
 SHOWN = {**LETTERS, Kind.UPDATE: "U"}
 FORWARDS = frozenset({Kind.FORWARD, Kind.S, Kind.NORMALIZE})
-RANKS = 16  # more are no longer a picture
+RANKS = 16  # more would be unreadable
 WIDEST = 160
 LEAST = 2
 IDLE = Cell(".", "dim")
@@ -57,7 +57,7 @@ def gantt(report: ReportData, width: int) -> Drawing:
 
 
 def _legend(events: Iterable[StepEvent]) -> str:
-    """What the letters mean, of those that appear."""
+    """The meaning of the letters that appear."""
     kinds = {event.kind for event in events}
     return ", ".join(f"{SHOWN[kind]} {word}" for kind, word in WORDS.items() if kind in kinds)
 

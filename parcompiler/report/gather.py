@@ -32,7 +32,7 @@ from parcompiler.timeline import StageCost, Timeline, VocabularyCost
 
 FAN_OUT = RuntimeCall("fan_out", shares=True)
 
-# What the passes of the vocabulary and the collectives between them do, by `VocabularyCost`.
+# Descriptions of the vocabulary's passes and collectives, by field of `VocabularyCost`.
 PASSES = {
     "embed": "EMBED: look up the rank's rows",
     "embed_reduce": "sum of the rows to the stage that uses them",
@@ -48,7 +48,7 @@ PASSES = {
 
 
 def model(graph: Graph, priced: Priced) -> data.TrainedModel:
-    """The model, on all tensor ranks together; its blocks as they are `priced`."""
+    """The model, on all tensor ranks together; `priced` are its blocks."""
     parameters = [item.whole for item in graph.parameters if not item.buffer]
     forms = Counter(text for node in graph.fx_graph.nodes for text in node.meta.get("kernel", ()))
     tables = [item for item in parameters if item.looked_up]
@@ -93,8 +93,8 @@ def mesh(problem: Problem) -> data.DeviceMesh:
 
 
 def levels(problem: Problem, plan: Plan) -> tuple[DataShare, ...]:
-    """What each level of ZeRO would take; nothing where there is one data rank, or an order of
-    which the steps are no prediction."""
+    """The costs of each level of ZeRO; empty with one data rank, or if steps of the plan's order
+    cannot be predicted."""
     served = plan.updates is not None and plan.updates.way in ("parameter-server", "asynchronous")
     if plan.zero is None or problem.options.asynchronous or served:
         return ()
@@ -102,8 +102,8 @@ def levels(problem: Problem, plan: Plan) -> tuple[DataShare, ...]:
 
 
 def owned(plan: Plan, lowered: Lowered) -> tuple[data.OwnedParameters, ...]:
-    """What each data rank gets of the parameters of its rank, where the optimizer takes whole ones:
-    as `runtime.zero` deals them."""
+    """The parameters of each data rank if the optimizer takes whole ones, as `runtime.zero` deals
+    them."""
     if not lowered.zero or plan.optimizer not in WHOLE:
         return ()
     ties = {item.name: k for k, item in enumerate(sorted(lowered.tied, key=lambda x: x.name))}
@@ -124,14 +124,14 @@ def owned(plan: Plan, lowered: Lowered) -> tuple[data.OwnedParameters, ...]:
 def ranks(
     problem: Problem, plan: Plan, lowered: Lowered, timeline: Timeline
 ) -> tuple[data.Rank, ...]:
-    """What each rank does not compute, and what it holds."""
+    """The idle time and the memory of each rank."""
     without = prices.without_recomputation(problem, plan) or [None] * lowered.size
     host = host_bytes(problem, plan) if plan.offload else [0] * lowered.size
     ranks = []
     for r, parts in enumerate(tensors(problem, plan)):
         parameters, gradients, states = map(
             sum,
-            zip((0, 0, 0), *map(problem.kept_bytes, parts), strict=True),  # it may have none
+            zip((0, 0, 0), *map(problem.kept_bytes, parts), strict=True),  # a rank may have none
         )
         held = parameters, gradients, states, without[r], host[r]
         ranks.append(data.Rank(timeline.bubble[r], timeline.peak_memory[r], *held))
@@ -139,7 +139,8 @@ def ranks(
 
 
 def server(problem: Problem, lowered: Lowered) -> tuple[int, ...]:
-    """What goes through the link of a parameter server in a step, and its states, in bytes."""
+    """The bytes through a parameter server's link in a step, and those of its states; () without
+    one."""
     served = lowered.updates.way in ("parameter-server", "asynchronous")
     return prices.server_load(problem, lowered) if served else ()
 
@@ -155,7 +156,7 @@ def step(
 ) -> data.PredictedStep:
     """The predicted step; `whole` are the blocks of the whole model, with all rows of sequences.
 
-    `everywhere` are the seconds that every rank computes for a micro-batch besides its stages;
+    `everywhere` are the seconds of compute on every rank for a micro-batch, besides its stages;
     `rank_priced` are the blocks of one tensor rank under the plan.
     """
     seconds, ranks = timeline.step_time, [everywhere] * lowered.size
@@ -186,7 +187,7 @@ def step(
 def stages(
     lowered: Lowered, priced: Priced, costs: Sequence[StageCost]
 ) -> tuple[data.StageSummary, ...]:
-    """The stages and what one micro-batch costs on each."""
+    """The stages and their costs for one micro-batch."""
     names = [block.name for block in priced.cut.blocks]
     traced = dict(zip(names, priced.costs, strict=True))
     summaries = []
@@ -217,7 +218,7 @@ def stages(
 
 
 def staleness(lowered: Lowered) -> tuple[data.Stale, ...]:
-    """How old the weights of each stage get; nothing where all steps end with their updates."""
+    """The staleness of each stage's weights; empty if all steps end with their updates."""
     if not lowered.asynchronous:
         return ()
     stages = []
@@ -231,7 +232,7 @@ def staleness(lowered: Lowered) -> tuple[data.Stale, ...]:
 
 
 def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
-    """What each rank sums with its data replicas; nothing where it has none."""
+    """The sums of each rank with its data replicas; empty without replicas."""
     if lowered.data == 1:
         return ()
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
@@ -256,7 +257,7 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
 
 
 def values(lowered: Lowered, plan: Plan) -> tuple[data.SentValue, ...]:
-    """Values sent between stages, by their source; without those of a spread vocabulary."""
+    """Values sent between stages, by their source; except those of a spread vocabulary."""
     cheaper = {name for node, name in lowered.variables.items() if node.name in (plan.sent or ())}
     sent = [
         data.SentValue(
@@ -276,7 +277,7 @@ def values(lowered: Lowered, plan: Plan) -> tuple[data.SentValue, ...]:
 
 
 def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
-    """Values of the prologue, which stages compute for themselves."""
+    """Values of the prologue, which stages compute themselves."""
     fixed = constants(lowered.graph)
     users: dict[str, list[int]] = defaultdict(list)
     for stage in lowered.stages:
@@ -342,7 +343,7 @@ def exchanged(
     priced: Priced, lowered: Lowered, device: Device
 ) -> tuple[data.TensorCollective, ...]:
     """The collectives of each template, by the nodes that they are in; `priced` are the blocks of
-    one tensor rank. Micro-batches add to the gradients of parameters, so that these are exchanged
+    one tensor rank. Gradients of parameters accumulate over micro-batches, so these are exchanged
     once a step."""
     trained = set() if lowered.asynchronous else {item.node for item in lowered.graph.parameters}
     counts = Counter(block.template for block in priced.cut.blocks)
@@ -354,7 +355,7 @@ def exchanged(
         sent = [(one.place, side == "backward", one) for one, side in passes
                 if one.kind == EXCHANGE and one.place is not None]  # fmt: skip
         for place, backward, one in sorted(sent, key=lambda item: item[:2]):
-            ring = one.name == "rotation"  # of keys and values, the last operands
+            ring = one.name == "rotation"  # keys and values, the last operands
             value = nodes[place].all_input_nodes[-1 if ring else 0]
             exposed = seconds([one], device)
             collectives.append(
@@ -376,7 +377,7 @@ def exchanged(
 
 
 def row_shares(problem: Problem) -> tuple[data.RowShare, ...]:
-    """What each context rank has of the inputs."""
+    """The rows of the inputs on each context rank."""
     n, inputs = problem.mesh.context, problem.graph.inputs
     rows = rows_of(problem.graph.undivided or problem.graph, "context")
     split = (x for x in inputs if n > 1 and len(x.shape) > 1 and x.shape[1] % n == 0)
@@ -389,7 +390,7 @@ def row_shares(problem: Problem) -> tuple[data.RowShare, ...]:
 def vocabulary(
     plan: Plan, lowered: Lowered, cost: VocabularyCost | None
 ) -> data.VocabularySplit | None:
-    """How the vocabulary is computed under a plan; None where nothing was decided about it."""
+    """How the vocabulary is computed under a plan; None if the plan has no decision about it."""
     if plan.vocabulary is None:
         return None
     took = {name: getattr(cost, field) for field, name in PASSES.items()} if cost else {}
@@ -433,8 +434,8 @@ def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
 
 
 def _sent(lowered: Lowered, stage: StageProgram) -> tuple[int, int]:
-    """Bytes of the values that a stage gives to other ranks for a micro-batch, and of the gradients
-    that it gives back: those of a value from the first of its users on a rank."""
+    """Bytes of the values that a stage sends to other ranks for a micro-batch, and of the gradients
+    that it sends back: for a value, by its first user on a rank."""
     sent = [0, 0]
     for line in lowered.instructions[stage.rank]:
         if line.kind is Kind.SEND and line.microbatch == 0:
@@ -447,13 +448,13 @@ def _sent(lowered: Lowered, stage: StageProgram) -> tuple[int, int]:
 
 
 def _rows(graph: Graph) -> int | None:
-    """Rows of a micro-batch, when all inputs agree on them."""
+    """Rows of a micro-batch; None if inputs differ."""
     rows = {item.shape[0] for item in graph.inputs if item.shape}
     return rows.pop() if len(rows) == 1 else None
 
 
 def _tokens(graph: Graph) -> int | None:
-    """Tokens of a micro-batch, when one input [rows, sequence] looks up embeddings."""
+    """Tokens of a micro-batch, if exactly one input [rows, sequence] looks up embeddings."""
     nodes = graph.placeholders
     embedded = [
         item

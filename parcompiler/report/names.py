@@ -1,4 +1,4 @@
-"""Names from a model, made harmless and short.
+"""Names from a model, escaped and shortened.
 
 >>> print(clean("a\\x1b[31mb\\nc"))
 a\\x1b[31mb\\nc
@@ -11,25 +11,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-PERIODS = range(1, 9)  # a layer has at most so many pieces
+PERIODS = range(1, 9)  # numbers of pieces that a layer may have
 _NUMBER = re.compile(r"(\d{1,9})")
 
 
 def clean(text: str) -> str:
-    """`text` with characters that are not printable as escapes: control characters, line breaks,
-    and marks that turn the direction of writing."""
+    """`text` with unprintable characters escaped: control characters, line breaks, and marks that
+    change the direction of writing."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def ranges(names: Sequence[str], *, short: bool = False) -> str:
-    """Names separated by commas; numbered ones in a row by their first and last, and how many.
+    """Names separated by commas; a run of numbered ones is shown by its first, last and count.
 
-    The pieces of numbered layers count as a row too:
+    Pieces of numbered layers form a run too:
 
     >>> ranges(["0.mlp", "1.attn", "1.mlp", "2.attn", "2.mlp", "3.attn"])
     '0.mlp … 3.attn (6)'
 
-    In `short` the last name has not what it begins with as the first does:
+    With `short` the last name is shown without the common prefix:
 
     >>> ranges(["model.h.0", "model.h.1", "model.h.2"], short=True)
     'model.h.0 … 2 (3)'
@@ -61,7 +61,7 @@ def _ranges(names: Sequence[str], short: bool) -> Iterator[str]:
 
 
 def _length(names: Sequence[str], begin: int, period: int) -> int:
-    """The length of the run from `begin` in which each name follows the one `period` before; 1 when
+    """The length of the run from `begin` in which each name follows the one `period` before; 1 if
     it is too short."""
     end, place = begin + period, None
     while end < len(names):
@@ -74,7 +74,7 @@ def _length(names: Sequence[str], begin: int, period: int) -> int:
 
 
 def _step(first: str, second: str) -> int | None:
-    """The place of the number that `second` has one larger than `first`; None where that is not
+    """The index of the number that is one larger in `second` than in `first`; None if that is not
     the only difference."""
     before, after = _NUMBER.split(first), _NUMBER.split(second)
     if len(before) != len(after):

@@ -1,4 +1,4 @@
-"""The first sections and the head of a page: what is trained on what, how long a step takes."""
+"""The first sections and the head of a page: model, mesh, decisions, and the step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHARED = (
 
 
 DIGITS = {"bf16": 8, "fp16": 11}  # bits of a significand
-SOONER = 0.01  # of a step: less is not said
+SOONER = 0.01  # of a step: smaller differences are not shown
 
 
 def overview(report: ReportData) -> Table:
@@ -47,7 +47,7 @@ def overview(report: ReportData) -> Table:
 
 
 def _row_shares(report: ReportData) -> str:
-    """Who holds which rows of the inputs."""
+    """The rows of the inputs on each context rank, in words."""
     inputs = defaultdict[Shard, list[str]](list)
     for item in report.rows:
         inputs[Shard(1, (item.rows,), item.zigzag)].append(item.key)
@@ -67,7 +67,7 @@ def _row_shares(report: ReportData) -> str:
 
 
 def _expert_shares(report: ReportData) -> str:
-    """Who holds which experts; several layers may have several numbers of them."""
+    """The experts on each expert rank, in words; layers may have different numbers of experts."""
     ranks = report.mesh.expert
     shares = (
         f"of {count:,} rank 0 has 0 to {count // ranks - 1:,}, … rank {ranks - 1} "
@@ -78,7 +78,7 @@ def _expert_shares(report: ReportData) -> str:
 
 
 def _exchange(report: ReportData, axis: str) -> str:
-    """What a rank exchanges along an axis inside of blocks in a step, in the mean of stages."""
+    """The exchanges of a rank along an axis within blocks in a step, averaged over stages."""
     items = [item for item in report.exchanged if item.axis == axis]
     steps, ranks = report.plan.microbatches, report.mesh.pipeline
     times = [item.blocks * (1 if item.once else steps) / ranks for item in items]
@@ -98,7 +98,7 @@ def title(report: ReportData) -> str:
 
 
 def _of_masters(report: ReportData) -> float:
-    """Bytes that masters and optimizer states in float32 would add to the rank that has most."""
+    """Bytes that float32 masters and optimizer states would add on the rank with the most."""
     kept = OPTIMIZERS[report.plan.optimizer]  # states like each parameter, in 16 bits
     return max(r.states * (1 + 2 / kept) if kept else 2.0 * r.parameters for r in report.ranks)
 
@@ -167,8 +167,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def _meaning(updates: DataUpdates, server: tuple[int, ...] = ()) -> str:
-    """What data ranks do, and how far the numbers are those of one process; of a `server` the
-    bytes through its link and those of its states."""
+    """What data ranks do, and how far results equal those of one process; for a `server`, the bytes
+    through its link and those of its states."""
     link, states = (quantity(size, BYTES) for size in server or (0, 0))
     load = f"data rank 0 has {link} through its link in a step, and states of {states}, others none"
     match updates.compression:
@@ -203,7 +203,7 @@ def _meaning(updates: DataUpdates, server: tuple[int, ...] = ()) -> str:
 
 
 def _mode(model: TrainedModel) -> str:
-    """What of the model is in evaluation mode, and what that does."""
+    """The parts of the model in evaluation mode, and the effect."""
     kept = f"dropouts that do not act: {model.dropouts}, norms that keep their statistics: "
     kept += str(model.norms)
     if "" in model.evaluating:
@@ -212,7 +212,7 @@ def _mode(model: TrainedModel) -> str:
 
 
 def _without(sizes: Sequence[int], mesh: DeviceMesh) -> str:
-    """The rank that is nearest to its limit without recompute, and what it lacks."""
+    """The rank that would be nearest to its limit without recomputation, and what it lacks."""
     rank = max(range(len(sizes)), key=lambda rank: sizes[rank] - mesh.limit(rank))
     over = sizes[rank] - mesh.limit(rank)
     lacking = f"{quantity(over, BYTES)} over the limit" if over > 0 else "within the limit"
@@ -220,7 +220,7 @@ def _without(sizes: Sequence[int], mesh: DeviceMesh) -> str:
 
 
 def _oldest(report: ReportData) -> str:
-    """The stage whose weights get oldest."""
+    """The stage with the stalest weights."""
     stages = report.staleness
     j = max(range(len(stages)), key=lambda j: stages[j].updates)
     size = quantity(stages[j].nbytes, BYTES)
@@ -229,7 +229,7 @@ def _oldest(report: ReportData) -> str:
 
 
 def _proof(solver: Solution) -> Iterator[str]:
-    """The status of a solution, and how far it is proved; what the user gave has no bound."""
+    """The status of a solution, and its proven gap; a choice of the user has none."""
     yield solver.status
     if solver.status != "given":
         yield f"gap {percent(solver.gap)}"
@@ -244,7 +244,7 @@ def step(report: ReportData) -> Table:
 
 
 def _step(report: ReportData) -> Iterator[tuple[str, ...]]:
-    """A row for each figure; measured ones where there are any."""
+    """A row for each figure; measured ones if there are any."""
     predicted = report.step
     times = [predicted.seconds]
     if report.measurement is not None:
@@ -264,7 +264,7 @@ def _step(report: ReportData) -> Iterator[tuple[str, ...]]:
 
 
 def bounded(report: ReportData) -> str:
-    """What takes most of the step of the busiest rank, in a sentence."""
+    """The largest part of the busiest rank's step, in a sentence."""
     if not report.step.parts or not report.step.seconds:
         return ""
     first, seconds = report.step.parts[0], report.step.seconds
@@ -273,7 +273,7 @@ def bounded(report: ReportData) -> str:
 
 
 def following(report: ReportData) -> str:
-    """What would train more samples a second, in a sentence."""
+    """The changes that would train more samples a second, in a sentence."""
     mesh = report.mesh
     given = not report.plan.meshes and mesh.pipeline * mesh.copies > 1
     given = given and not any(change.option == "mesh" for change in report.step.changes)
@@ -286,7 +286,7 @@ def following(report: ReportData) -> str:
 
 
 def bounds(report: ReportData) -> Table:
-    """Where the step of the busiest rank goes, longest first."""
+    """The parts of the busiest rank's step, longest first."""
     parts, step = report.step.parts, report.step.seconds
     return table(
         "What bounds the step",
@@ -297,7 +297,7 @@ def bounds(report: ReportData) -> Table:
 
 
 def changes(report: ReportData) -> Table:
-    """What would train more samples a second, with the option to type."""
+    """The changes that would train more samples a second, as options."""
     changes = report.step.changes
     return table(
         "What to try next",
@@ -309,7 +309,7 @@ def changes(report: ReportData) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure, what it is and what to compare it with; `style` is "", "warning" or "error"."""
+    """A figure with its name and a note to compare it with; `style` is "", "warning" or "error"."""
 
     name: str
     figure: str

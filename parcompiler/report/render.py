@@ -22,7 +22,7 @@ from parcompiler.report.table import Cell, Column, Drawing, Table
 
 INDENT = 2
 GAP = 2  # between columns
-WORD = 8  # of a name that is wrapped, so much must fit into a line
+WORD = 8  # letters of a wrapped name that must fit into a line
 NARROWEST = 40
 MORE = "All tables: --details, or report.to_text()"
 
@@ -38,7 +38,7 @@ STYLES = Theme(
     inherit=False,
 )
 
-# Each character that not every terminal has, and what stands in its place there.
+# ASCII replacements of characters that not every terminal has.
 ASCII = str.maketrans({"…": "...", "×": "x", "→": "->", "µ": "u"})
 _LINE = "    \n    \n {0} \n    \n    \n    \n    \n    \n"
 HEAD = {False: box.Box(_LINE.format("──")), True: box.Box(_LINE.format("--"), ascii=True)}
@@ -52,7 +52,7 @@ def plain(report: ReportData, width: int, *, details: bool = True) -> str:
 
 
 def for_stdout(report: ReportData, *, details: bool) -> str:
-    """Coloured text as wide as the terminal; plain text when standard output is no terminal."""
+    """Coloured text as wide as the terminal; plain text if standard output is no terminal."""
     if not sys.stdout.isatty():
         return plain(report, 100, details=details).removesuffix("\n")
     terminal = Console()
@@ -64,7 +64,7 @@ def for_stdout(report: ReportData, *, details: bool) -> str:
 
 
 def _console(width: int, **options: Any) -> Console:
-    """A console that writes into memory and asks nothing of the environment."""
+    """A console that writes into memory and ignores the environment."""
     return Console(
         file=io.StringIO(),
         width=width,
@@ -100,8 +100,8 @@ def _drawn(console: Console, report: ReportData, *, details: bool, ascii_only: b
 
 
 def _parts(table: Table, width: int) -> Iterator[Table]:
-    """The table, or its columns in several below each other, each with the first one, where one
-    would be too wide: no number is cut."""
+    """The table or, if it is too wide, several with some of its columns, each with the first one:
+    no number is cut."""
     first, *others = table.columns
     part, used = [first], _least(first)
     for column in others:
@@ -115,7 +115,7 @@ def _parts(table: Table, width: int) -> Iterator[Table]:
 
 
 def _least(column: Column) -> int:
-    """The columns of a terminal that a column needs; words can be wrapped."""
+    """The width of a column in characters; words can be wrapped."""
     heading = max(map(cell_len, column.heading.split("\n")))
     if column.wrap:
         return max(heading, WORD)
@@ -124,7 +124,7 @@ def _least(column: Column) -> int:
 
 
 def _grid(table: Table, ascii_only: bool) -> Grid:
-    """A table under its headings; without headings, facts."""
+    """A table of rich, with headings if it has any."""
     headed = any(column.heading for column in table.columns)
     grid = Grid(
         box=HEAD[ascii_only] if headed else None,

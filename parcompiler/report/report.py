@@ -1,10 +1,10 @@
-"""The report of a compiled program: a frozen value of plain data that shows itself in many forms.
+"""The report of a compiled program: a frozen value of plain data with several output formats.
 
 Problem, Plan, Lowered, Timeline
         │  of                     gather.py: the figures
         ▼
      Report ◄──► JSON             data.py, serial.py
-        │  TABLES                 sections.py: what is said, in which words
+        │  TABLES                 sections.py: the contents and their wording
         ▼
 text (render.py), page (web/), trace for Perfetto (trace.py)
 """
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report(ReportData):
-    """What was decided and what it will cost; see `data` for the parts.
+    """The decisions of the compiler and their predicted cost; see `data` for the parts.
 
-    `str(report)` is one screen for the terminal that it is printed on, plain in a pipe; `to_text`
-    has all tables.
+    `str(report)` fits one screen of the terminal, and is plain text in a pipe; `to_text` has all
+    tables.
     """
 
     @classmethod
@@ -57,8 +57,8 @@ class Report(ReportData):
         """The report of a `plan`, of the program `lowered` from it, and of the `timeline` of its
         simulated step.
 
-        `problem` is about the whole model, also where tensor ranks compute pieces of it; `symbols`
-        and `forms` are the closed forms that are shown. `meshes` weighs neighbouring meshes.
+        `problem` is that of the whole model, even if tensor ranks compute pieces; `symbols` and
+        `forms` are the closed forms to show. `meshes` weighs neighbouring meshes.
         """
         assert plan.granularity is not None, "a report needs a finished plan"
         graph = problem.graph.undivided
@@ -110,7 +110,8 @@ class Report(ReportData):
         return render.for_stdout(self, details=False)
 
     def to_text(self, width: int = 100) -> str:
-        """All tables: plain ASCII text of at most `width` columns, the same wherever it is made."""
+        """All tables: plain ASCII text of at most `width` columns, independent of the
+        environment."""
         return render.plain(self, width)
 
     def to_json(self) -> str:
@@ -122,7 +123,7 @@ class Report(ReportData):
         """Read a report from its `text`. Raises InputError that names the field and what was
         expected there.
 
-        `plan` is that of an export: its report has none itself if it is of version 1.
+        `plan` is that of an export, for reports of version 1, which have none.
         """
         data = documents.parse(text, "report")
         if plan is not None:
@@ -137,11 +138,11 @@ class Report(ReportData):
         return report
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page that needs no other file: charts, tables, what was weighed and why it lost.
+        """Write a self-contained page: charts, tables, alternatives and why they lost.
 
-        It is light or dark as the reader's system is, and may be printed. A measured step of
-        `measured` is drawn under the predicted one. Raises InputError where plotly is missing (the
-        extra "report"), OSError where the file cannot be written.
+        It follows the reader's light or dark mode, and can be printed. A measured step (see
+        `measured`) is drawn under the predicted one. Raises InputError if plotly is missing (the
+        extra "report"), OSError if the file cannot be written.
         """
         _write(path, web.page(self))
 
@@ -150,20 +151,20 @@ class Report(ReportData):
         _write(path, trace_text(self))
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """The HTML for notebooks."""
         return web.fragment(self)
 
     def measured(
         self, seconds: float, trace: Sequence[Iterable[InstructionTime]] | None = None
     ) -> Report:
-        """This report with a measured step of so many `seconds` beside the predicted one.
+        """This report with a measured step of `seconds` beside the predicted one.
 
-        `trace` are the instructions of one step by rank, as `worker.trace()` gives them, of all
+        `trace` are the instructions of one step by rank, as `worker.trace()` returns them, of all
         ranks or of those with data and tensor coordinate 0: the mean forward and backward of each
         stage are shown beside the predicted, and `to_html` and `to_trace` draw the measured step
         under the predicted one (`torch.distributed.all_gather_object` brings the traces of all
-        ranks together). Raises InputError when the time is no positive number, or the
-        trace has another number of ranks or stages.
+        ranks together). Raises InputError when the time is no positive number, or the trace has
+        another number of ranks or stages.
         """
         measurement = events.measured_step(
             seconds, trace, len(self.stages), self.mesh.pipeline, self.mesh.copies

@@ -1,4 +1,4 @@
-"""What a report says and in which order; a section that would be empty is left out."""
+"""The sections of a report in order; empty ones are left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parcompiler.report.table import Drawing, Table
 
 ALTERNATIVES = "Alternatives"
 
-# Tables by the heading over them on a page.
+# Tables by their heading on a page.
 TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
     "Plan": (overview.overview, overview.step, overview.bounds, overview.changes),
     ALTERNATIVES: (
@@ -47,7 +47,7 @@ TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
 }
 
 
-# One screen: the rest is in all tables.
+# The tables of the summary, which fits one screen.
 SUMMARY = (
     overview.overview, overview.step, alternatives.meshes, overview.bounds, overview.changes,
     division.summary,
@@ -55,7 +55,7 @@ SUMMARY = (
 
 
 def tables(report: ReportData) -> Iterator[tuple[str, list[Table]]]:
-    """The tables that say something, under their headings."""
+    """The tables that are not empty, by heading."""
     for heading, makes in TABLES.items():
         made = [table for make in makes if (table := make(report)).rows]
         if made:

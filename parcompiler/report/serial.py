@@ -1,7 +1,7 @@
-"""Reports as JSON; `documents` reads it back field by field, and `check` says what else must hold.
+"""Reports as JSON; `documents` reads it back field by field, and `check` tests references.
 
-A value that can parse itself from a line of text is written as that line. `rounded` keeps `DIGITS`
-significant digits of floats: the rest is rounding, and differs between releases of Python.
+A value with a `parse` method is written as one line of text. `rounded` keeps `DIGITS` significant
+digits of floats: the rest is rounding, and differs between releases of Python.
 
 >>> @dataclasses.dataclass(frozen=True)
 ... class Point:
@@ -58,7 +58,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What the json module writes."""
+    """The value as data for the json module."""
     if hasattr(value, "parse"):
         return str(value)
     if dataclasses.is_dataclass(value):
@@ -66,14 +66,14 @@ def _plain(value: Any) -> Any:
         return {
             field.name: _plain(item)
             for field, item in fields
-            if item != () or field.default != ()  # reading puts that back
+            if item != () or field.default != ()  # restored by reading
         }
     return [*map(_plain, value)] if isinstance(value, tuple) else value
 
 
 def upgraded(data: Any, plan: Plan) -> Any:
-    """The data of a report of version 1, which repeats fields of the plan, with the plan instead;
-    of another version as it is."""
+    """The data of a version 1 report, which repeats fields of the plan, with the plan instead;
+    other versions unchanged."""
     if not isinstance(data, dict) or data.get("version") != 1:
         return data
     kept = {name: item for name, item in data.items() if name not in _OF_PLANS}
@@ -90,7 +90,7 @@ _OF_CHOICES = {"method", "kept", "weighed"}
 
 
 def check(report: ReportData) -> None:
-    """Raise InputError that names the first field that refers to what is not there."""
+    """Raise InputError that names the first field with an invalid reference."""
     for fault in _faults(report):
         raise InputError(fault)
 
@@ -135,7 +135,7 @@ def _faults(report: ReportData) -> Iterator[str]:
 
 
 def _event_faults(place: str, event: StepEvent, ranks: int) -> Iterator[str]:
-    """References of an event that do not exist, and fields that it lacks."""
+    """References of an event that do not exist, and missing fields."""
     yield from _outside(f"{place}: rank", [event.rank], ranks)
     line = event.instruction
     if line.kind is Kind.SEND:

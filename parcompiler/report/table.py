@@ -1,7 +1,7 @@
-"""What a report says, before it is drawn: titled tables and drawings of plain text.
+"""The contents of a report before rendering: titled tables and drawings of plain text.
 
 The text may contain `…`, `×`, `→` and `µ`, which `render` replaces where they cannot be shown.
-Styles are names of what a text means, not colours.
+Styles name the meaning of a text, not a colour.
 
 >>> table("Stages", number("stage", range(2)), words("blocks", ["embed", "head"])).rows[1]
 (Cell(text='1', style=''), Cell(text='head', style=''))
@@ -18,7 +18,8 @@ from parcompiler.report.units import Scale, column
 
 
 class Cell(NamedTuple):
-    """A piece of text. Styles: "", "strong", "dim", "forward", "backward", "warning", "error"."""
+    """A styled piece of text. Styles: "", "strong", "dim", "forward", "backward", "warning",
+    "error"."""
 
     text: str
     style: str = ""
@@ -39,14 +40,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns under a title; without headings, facts beside their names."""
+    """Columns under a title; without headings, names and facts."""
 
     title: str
     columns: tuple[Column, ...]
 
     @property
     def rows(self) -> tuple[tuple[Cell, ...], ...]:
-        """The cells by row; shorter columns are filled up with empty cells."""
+        """The cells by row; shorter columns are padded with empty cells."""
         return tuple(zip_longest(*(column.cells for column in self.columns), fillvalue=Cell("")))
 
 
@@ -84,12 +85,12 @@ def words(heading: str, cells: Iterable[object]) -> Column:
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and what is to be said of them."""
+    """A table of names and facts."""
     rows = [*rows]
     names, texts = (Cell(name, "dim") for name, _ in rows), (text for _, text in rows)
     return table(title, short("", names), words("", texts))
 
 
 def _cells(cells: Iterable[object]) -> tuple[Cell, ...]:
-    """Texts, some of which may have a style."""
+    """Texts as cells; some may be styled already."""
     return tuple(cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in cells)

@@ -5,7 +5,7 @@
              memory    ▁▂▃▃▃▃▃▃▂▁│
     rank 1   compute             │  ▇F0▇▇▇B0▇▇
              from 0         ▇x▇ ◄┘                the same message, and an arrow between the two
-    rank 0, measured ...                          what was recorded, where it was
+    rank 0, measured ...                          recorded instructions, if there are any
 
 The format is that of "Trace Event Format" (Google, 2016): times in microseconds.
 """
@@ -69,7 +69,7 @@ def trace_text(report: ReportData) -> str:
 
 
 def _names(processes: dict[int, str], tracks: list[str], records: list[Record]) -> Iterator[Record]:
-    """The names of processes and of the tracks on which something happens, and their order."""
+    """The names of processes and of used tracks, and their order."""
     used = {(record["pid"], record["tid"]) for record in records}
     for process, name in processes.items():
         meta = {"ph": "M", "ts": 0, "pid": process, "tid": COMPUTE_TRACK}
@@ -83,7 +83,7 @@ def _names(processes: dict[int, str], tracks: list[str], records: list[Record]) 
 def _simulated(event: StepEvent, number: int, averaged: bool) -> Iterator[Record]:
     """An instruction of the simulated step; a message at both ends, with an arrow between.
 
-    Sums of gradients run beside the compute where data replicas average them.
+    Sums of gradients run beside the compute if data replicas average them.
     """
     line = event.instruction
     if line.kind is not Kind.SEND:
@@ -103,9 +103,9 @@ def _simulated(event: StepEvent, number: int, averaged: bool) -> Iterator[Record
 
 
 def _measured(event: StepEvent, ranks: int) -> Record:
-    """What was recorded, in processes after those of the simulated step.
+    """A recorded instruction, in a process after those of the simulated step.
 
-    A message is on the side that runs the instruction, and takes what starting it took there.
+    A message is shown on the side that runs the instruction, with the time that starting it took.
     """
     record = _slice(event, ranks + event.rank, _track(event.instruction))
     record["args"]["waited"] = _micro(event.waited or 0.0)
@@ -136,7 +136,7 @@ def _slice(event: StepEvent, rank: int, track: str) -> Record:
 
 
 def _title(line: Instruction) -> str:
-    """What is written on a slice."""
+    """The label of a slice."""
     gradient = ".grad" if line.gradient else ""
     match line.kind:
         case kind if kind in COMPUTE:

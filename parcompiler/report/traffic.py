@@ -1,6 +1,6 @@
 """The sections about values: between stages, among tensor ranks, of the vocabulary.
 
-The last ones are about what deserves a second look.
+The last ones show things that deserve a second look.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def between(report: ReportData) -> Table:
 
 
 def cuts(report: ReportData) -> Table:
-    """What crosses each cut; empty where only what begins there does."""
+    """The values that cross each cut; empty if all come from the stage before the cut."""
     far = any(max(value.targets) > value.source + 1 for value in report.values)
     crossing = [
         [value for value in report.values if value.source <= j < max(value.targets)]
@@ -54,7 +54,7 @@ def direct(report: ReportData) -> Table:
 
 
 def recomputed(report: ReportData) -> Table:
-    """Values that stages compute for themselves."""
+    """Values that stages compute themselves."""
     values = report.recomputed
     stages = words("by stages", (numbers(value.stages) for value in values))
     when = words("computed", ("once" if v.once else "each micro-batch" for v in values))
@@ -62,7 +62,7 @@ def recomputed(report: ReportData) -> Table:
 
 
 def cheaper(report: ReportData) -> Table:
-    """Values that stages could recompute, but not as fast as they are sent."""
+    """Values that stages could compute themselves, but not as fast as receive them."""
     values = [value for value in report.values if value.cheaper]
     return table(
         "Sent, because recomputing costs more",
@@ -150,7 +150,7 @@ def unsplit(report: ReportData) -> Table:
 
 
 def vocabulary(report: ReportData) -> Table:
-    """The tables that are spread over all ranks, and the layers that stay whole, and why."""
+    """The tables that are spread over all ranks, and the layers that stay whole with the reason."""
     tables = report.vocabulary.tables if report.vocabulary else ()
     kept = report.plan.vocabulary.kept if report.plan.vocabulary else ()
     whole = [line.partition(": ") for line in kept]
@@ -167,7 +167,7 @@ def vocabulary(report: ReportData) -> Table:
 
 
 def vocabulary_passes(report: ReportData) -> Table:
-    """What every rank does for one micro-batch."""
+    """The passes of the vocabulary on every rank, for one micro-batch."""
     passes = report.vocabulary.passes if report.vocabulary else ()
     return table(
         "Passes of the vocabulary",
@@ -177,7 +177,7 @@ def vocabulary_passes(report: ReportData) -> Table:
 
 
 def _sharded(report: ReportData) -> tuple[Shards, ...]:
-    """What tensor ranks split, by template."""
+    """The shardings of tensor ranks, by template."""
     return report.plan.sharding.templates if report.plan.sharding else ()
 
 

@@ -1,4 +1,4 @@
-"""Numbers with the unit that a person would choose, three digits each.
+"""Numbers with a readable unit and three digits.
 
 >>> quantity(1.3e9, BYTES), quantity(0.0034, SECONDS), quantity(12.49e12, FLOPS) + "FLOP"
 ('1.21 GiB', '3.40 ms', '12.5 TFLOP')
@@ -21,7 +21,7 @@ COUNT: Scale = ((1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "B"), (1e12, "T"))
 FLOPS: Scale = tuple((1000.0**k, unit) for k, unit in enumerate(["", *"kMGTPE"]))
 
 NOTHING = "-"
-APART = 100.0  # what differs by more than this does not share a unit
+APART = 100.0  # numbers that differ by a larger factor do not share a unit
 
 
 def quantity(value: float, scale: Scale) -> str:
@@ -30,7 +30,7 @@ def quantity(value: float, scale: Scale) -> str:
 
 
 def column(values: Sequence[float], scale: Scale) -> list[str]:
-    """Numbers that stand below each other."""
+    """The numbers of a column."""
     sizes = [abs(value) for value in values if value]
     if sizes and max(sizes) > APART * min(sizes):
         return [quantity(value, scale) for value in values]
@@ -38,7 +38,7 @@ def column(values: Sequence[float], scale: Scale) -> list[str]:
 
 
 def unit(largest: float, scale: Scale) -> tuple[float, str]:
-    """The unit in which a person would read figures up to `largest`, and its sign.
+    """The natural unit for figures up to `largest`, and its symbol.
 
     >>> unit(0.0034, ((1e-3, "ms"), (1.0, "s")))
     (0.001, 'ms')
@@ -63,7 +63,7 @@ def ratio(value: float) -> str:
 
 
 def rate(value: float) -> str:
-    """A number per second, with as many digits as mean something.
+    """A number per second, with three significant digits.
 
     >>> rate(1234567.8), rate(0.01234)
     ('1,230,000', '0.0123')
@@ -75,7 +75,7 @@ def rate(value: float) -> str:
 def _together(values: Sequence[float], scale: Scale) -> list[str]:
     """The numbers in one unit with equally many decimals."""
     largest = max((abs(value) for value in values), default=0.0)
-    size, sign = unit(largest / 0.9995, scale)  # what would be rounded up to the next unit is
+    size, sign = unit(largest / 0.9995, scale)  # a number that rounds up to the next unit uses it
     exact = scale[0][0] == 1 and all(value % size == 0 for value in values)  # counts, not times
     decimals = 0 if exact else _decimals(largest / size)
     return [
@@ -84,5 +84,5 @@ def _together(values: Sequence[float], scale: Scale) -> list[str]:
 
 
 def _decimals(largest: float) -> int:
-    """The decimals that give a number three digits."""
+    """The number of decimals for three digits in all."""
     return next((d for d in (2, 1) if len(f"{largest:.{d}f}") <= 4), 0)

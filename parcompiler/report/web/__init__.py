@@ -1,4 +1,4 @@
-"""Report -> a page to look at, and a piece of one for notebooks."""
+"""Report -> an HTML page, and a fragment for notebooks."""
 
 from parcompiler.report.web.pages import fragment, page
 

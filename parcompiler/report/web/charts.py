@@ -1,8 +1,8 @@
-"""Charts as plotly.js draws them: traces and a layout, plain JSON without the colours of a page.
+"""Charts for plotly.js: traces and a layout, plain JSON without the colours of a page.
 
-Here are the memory of ranks and the messages between them; the step is drawn in `timeline`. Nothing
-imports plotly: the page carries plotly.js, and the tests hold the charts against the schema of the
-package.
+These are the memory of ranks and the messages between them; the step is drawn in `timeline`.
+Nothing imports plotly: the page contains plotly.js, and tests compare the charts with the schema of
+the package.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from parcompiler.report.units import BYTES, SECONDS, quantity, unit
 from parcompiler.report.web.colors import RED, line
 
 DIGITS = 7
-NAMED = 12  # more ranks than these leave no room for figures in the matrix
+NAMED = 12  # ranks up to which the matrix has room for figures
 MOST = 1200  # points of a rank; a screen has no more columns
-NEAR = 2.0  # a limit farther above the peak than this would press all lines to the ground
-DASHES = ("solid", "dash", "dot", "dashdot")  # a rank and the one with its colour differ in these
+NEAR = 2.0  # times the peak: a higher limit would flatten all lines
+DASHES = ("solid", "dash", "dot", "dashdot")  # to tell apart ranks of one colour
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Figure:
 
 
 def shown(value: float) -> float:
-    """A number as exact as an eye can be, which keeps a page small."""
+    """A number with the digits that a chart can show, which keeps pages small."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -50,7 +50,8 @@ def escaped(name: str) -> str:
 
 
 def axis_of_ranks(ranks: int, word: str = "rank ") -> dict[str, Any]:
-    """An axis with a row for each rank, the first at the top; every second is named if many are."""
+    """An axis with a row for each rank, the first at the top; if there are many, not all are
+    named."""
     step = 1 if ranks <= 32 else 1 + ranks // 32
     numbers = [*range(0, ranks, step)]
     return {
@@ -69,7 +70,7 @@ def axis_to(end: float, title: str) -> dict[str, Any]:
 
 
 def matrix(report: ReportData) -> Figure | None:
-    """Cells as dark as much is sent; None where nothing is."""
+    """A matrix of bytes sent between ranks, darker for more; None if nothing is sent."""
     sent, ranks = traffic(report), range(len(report.ranks))
     if not sent:
         return None
@@ -122,7 +123,7 @@ def traffic(report: ReportData) -> Counter[tuple[int, int]]:
 
 
 def memory(report: ReportData) -> Figure:
-    """Lines with steps, one a rank, drawn at the highest that each column of the screen shows."""
+    """A step line for each rank, reduced to the highest level in each column of the screen."""
     peak = max(rank.peak_memory for rank in report.ranks)
     limits = sorted({report.mesh.limit(rank) for rank in range(len(report.ranks))})
     near = [limit for limit in limits if limit <= NEAR * peak]
@@ -152,7 +153,7 @@ def memory(report: ReportData) -> Figure:
                 "hoverinfo": "text",
             }
         )
-    entries = [  # of the limits, in the legend
+    entries = [  # the limits in the legend
         {
             "type": "scatter",
             "mode": "lines",
@@ -181,7 +182,7 @@ def memory(report: ReportData) -> Figure:
 
 
 def fullest(report: ReportData) -> str:
-    """What the chart cannot show: the limit, and how near the fullest rank comes."""
+    """A sentence beside the chart: the limit, and how near the fullest rank comes."""
     peaks = [rank.peak_memory for rank in report.ranks]
     rank, _ = report.fullest
     limit = report.mesh.limit(rank)
@@ -191,7 +192,7 @@ def fullest(report: ReportData) -> str:
 
 
 def _highest(levels: Sequence[Level], end: float) -> Iterator[Level]:
-    """The levels, or of more than `MOST` of them the highest of each of as many equal times."""
+    """The levels; if there are more than `MOST`, the highest in each of `MOST` equal intervals."""
     if len(levels) <= MOST or not end:
         yield from levels
         return

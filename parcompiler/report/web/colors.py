@@ -1,7 +1,7 @@
-"""Colours of stages and instructions that readers who confuse some colours can tell apart.
+"""Colours of stages and instructions that colour-blind readers can tell apart.
 
-They are those of Okabe and Ito, "Color Universal Design" (2008), on which one of black and white
-can be read:
+They are those of Okabe and Ito, "Color Universal Design" (2008); black or white text is readable on
+each:
 
 >>> stage(0), ink(stage(0)), ink("#E69F00")
 ('#0072B2', '#ffffff', '#000000')
@@ -13,7 +13,7 @@ from parcompiler.instruction import Kind
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, RED, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#8A8F98"
-PURPLE, OLIVE = "#5D3A9B", "#8F7F00"  # ours, darker than what stands beside them
+PURPLE, OLIVE = "#5D3A9B", "#8F7F00"  # our own, darker than their neighbours
 
 STAGES = (BLUE, ORANGE, GREEN, SKY, RED, PINK, YELLOW, GREY)  # neighbours differ in lightness too
 KINDS = {
@@ -31,17 +31,17 @@ KINDS = {
 
 
 def stage(number: int) -> str:
-    """The colour of a stage, or of a rank by its number; they begin again after the last."""
+    """The colour of a stage, or of a rank by its number; colours repeat after the last."""
     return STAGES[number % len(STAGES)]
 
 
 def line(number: int) -> str:
-    """The colour of a rank's line, which is thinner than a bar: no yellow on white."""
+    """The colour of a rank's line, which is thinner than a bar: avoids yellow on white."""
     return OLIVE if stage(number) == YELLOW else stage(number)
 
 
 def paler(color: str, white: float) -> str:
-    """A colour with so much white in it, from 0 to 1.
+    """A colour mixed with a fraction of `white`, from 0 to 1.
 
     >>> paler("#0072B2", 0.5)
     '#80b8d8'
@@ -51,7 +51,7 @@ def paler(color: str, white: float) -> str:
 
 
 def ink(color: str) -> str:
-    """Black or white, whichever has the higher contrast ratio (WCAG 2.2) to a colour."""
+    """Black or white, whichever has the higher contrast (WCAG 2.2) to a colour."""
     return "#000000" if (luminance(color) + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
 
 

@@ -1,10 +1,10 @@
-"""A report as HTML: a page that needs no other file, and a piece for notebooks.
+"""A report as HTML: a self-contained page, and a fragment for notebooks.
 
          tables of `sections` ──┐
 charts: plotly.js, plain JSON ──┼──► page.html.jinja ──► one file
-  what the template draws itself┘
+        drawn by the template   ┘
 
-The page may load nothing: its content security policy says so to the browser.
+The page's content security policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from parcompiler.report.table import Table
 from parcompiler.report.units import BYTES, COUNT, SECONDS, percent, quantity
 from parcompiler.report.web import charts, colors, timeline
 
-HALF = 84  # letters in half the width of the page; a table that needs more has all of it
-LONG = 28  # letters of a column whose texts are wrapped
-CELLS = 8  # more ranks in a row of the mesh than these are named by their first and last
+HALF = 84  # letters in half the width of the page; wider tables get the full width
+LONG = 28  # letters of a column before its texts wrap
+CELLS = 8  # ranks in a row of the mesh; more are named by the first and the last
 
 
 def page(report: ReportData) -> str:
-    """A page that needs no other file."""
+    """The self-contained page."""
     return _environment().get_template("page.html.jinja").render(
         **_said(report),
         figures={name: asdict(figure) for name, figure in figures(report).items()},
@@ -61,14 +61,14 @@ def _plotly() -> str:
 
 
 def fragment(report: ReportData) -> str:
-    """The summary for the middle of another page: no scripts, no style but its own."""
+    """The summary for embedding in another page: no scripts, only its own style."""
     template = _environment().get_template("notebook.html.jinja")
     (make, *_) = sections.TABLES["Plan"]
     return template.render(**_said(report), facts=make(report))
 
 
 def figures(report: ReportData) -> dict[str, charts.Figure]:
-    """The charts by the name of their place in the page."""
+    """The charts by the id of their element in the page."""
     made = {
         "predicted": timeline.predicted(report),
         "measured": timeline.measured(report),
@@ -79,7 +79,7 @@ def figures(report: ReportData) -> dict[str, charts.Figure]:
 
 
 def _said(report: ReportData) -> dict[str, Any]:
-    """What both templates show."""
+    """The variables of both templates."""
     return {
         "report": report,
         "title": title(report),
@@ -91,7 +91,7 @@ def _said(report: ReportData) -> dict[str, Any]:
 
 
 def _environment() -> Environment:
-    """Templates in which all text is text."""
+    """The environment of the templates, with escaping."""
     environment = Environment(
         loader=PackageLoader("parcompiler.report.web"), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, autoescape=True,
@@ -110,12 +110,12 @@ def _environment() -> Environment:
 
 
 def _lines(text: str) -> Markup:
-    """A heading whose line breaks are kept."""
+    """A heading with its line breaks as HTML."""
     return Markup("<br>".join(html.escape(clean(line)) for line in text.split("\n")))
 
 
 def _soft(name: str, behind: str = "._/+") -> Markup:
-    """A name that may be broken behind its dots, underscores and the like.
+    """A name that may be broken after dots, underscores and the like.
 
     >>> _soft("layers.0.self_attn")
     Markup('layers.<wbr>0.<wbr>self_<wbr>attn')
@@ -124,7 +124,7 @@ def _soft(name: str, behind: str = "._/+") -> Markup:
 
 
 def _ranks(coordinate: int, replicas: int) -> list[str]:
-    """The ranks at a pipeline coordinate; of many the first and the last.
+    """The ranks at a pipeline coordinate; the first and the last of many.
 
     >>> _ranks(1, 4), _ranks(1, 64)
     (['4', '5', '6', '7'], ['64 … 127'])
@@ -144,7 +144,7 @@ def _is_wide(table: Table) -> bool:
 
 
 def _anchor(name: str) -> str:
-    """A heading as the end of an address.
+    """A heading as the fragment of a URL.
 
     >>> _anchor("Closed forms")
     'closed-forms'

@@ -1,7 +1,7 @@
 """A step as a chart: a row for each rank, time from left to right, messages in a lane below it.
 
-rank 0  [F0][F1]....[B0][  B1  ]      a bar for each instruction, labelled where there is room;
-           -- --       --  --         of very many instructions a picture without the lanes
+rank 0  [F0][F1]....[B0][  B1  ]      a bar for each instruction, labelled if there is room;
+           -- --       --  --         for very many an image without the lanes
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from parcompiler.report.web.charts import Figure, axis_of_ranks, axis_to, escape
 from parcompiler.report.web.colors import GREEN, GREY, KINDS, PURPLE, ink, paler
 from parcompiler.schedules.action import LETTERS
 
-MOST = 4000  # more bars than this are slow to move
-TOP, ROW, LANE = -0.39, 0.62, 0.14  # heights, of 1 for each rank
+MOST = 4000  # more bars would make the chart slow
+TOP, ROW, LANE = -0.39, 0.62, 0.14  # heights, where a rank has height 1
 PALEST = 0.45  # the white in the colour of a rank's last stage
 COMPUTED = COMPUTE | HEAD | EMBEDDING | {Kind.UPDATE}
-LANES = {  # what runs beside the compute
+LANES = {  # instructions beside the compute
     "messages": (MESSAGES, GREY),
     "vocabulary": (TRANSFERS | {Kind.EXCHANGE}, GREEN),
     "gradients summed": (frozenset({Kind.REDUCE_GRADIENTS}), PURPLE),
@@ -53,7 +53,7 @@ def predicted(report: ReportData) -> Figure:
 
 
 def measured(report: ReportData) -> Figure | None:
-    """The measured step on the same scale; None where none was recorded."""
+    """The measured step on the same scale; None if none was recorded."""
     events = report.measurement.events if report.measurement else ()
     return _timeline(report, events, "measured") if events else None
 
@@ -87,10 +87,10 @@ def _timeline(report: ReportData, events: Iterable[StepEvent], name: str) -> Fig
 
 
 def _bars(report: ReportData, events: Sequence[StepEvent], scale: float) -> Iterator[Trace]:
-    """The compute: bars of one kind together; those of a rank's later stages are paler."""
+    """The compute: one trace of bars for each kind; bars of a rank's later stages are paler."""
     several = len(report.stages) > len(report.ranks)
-    count: Counter[int] = Counter()  # of the stages of each rank so far
-    place: dict[int | None, int] = {}  # of each stage among those of its rank
+    count: Counter[int] = Counter()  # stages of each rank so far
+    place: dict[int | None, int] = {}  # index of each stage among those of its rank
     for j, stage in enumerate(report.stages):
         place[j] = count[stage.rank]
         count[stage.rank] += 1
@@ -116,7 +116,8 @@ def _bars(report: ReportData, events: Sequence[StepEvent], scale: float) -> Iter
 
 
 def _beside(events: Sequence[StepEvent], scale: float) -> Iterator[Trace]:
-    """The measured time in which compute waits for messages, and what runs in the lane below."""
+    """The time in which measured compute waits for messages, and the instructions in the lane
+    below."""
     waiting = [event for event in events if event.waited and event.kind in COMPUTED]
     if waiting:
         pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6}
@@ -197,7 +198,7 @@ def _pictures(events: Sequence[StepEvent], scale: float) -> Iterator[Trace]:
 
 
 def _legend(events: Sequence[StepEvent]) -> Iterator[Trace]:
-    """What the colours of a picture mean."""
+    """The legend of an image."""
     for kind in _present(events):
         marker = {"color": KINDS[kind]}
         yield {"type": "bar", "x": [None], "y": [None], "name": NAMES[kind], "marker": marker}
@@ -210,13 +211,13 @@ def _present(events: Iterable[StepEvent]) -> list[Kind]:
 
 
 def _label(line: Instruction, several: bool) -> str:
-    """What stands on a bar: `F3`, or `2F3` where ranks have several stages."""
+    """The label of a bar: `F3`, or `2F3` where ranks have several stages."""
     stage = str(line.stage) if several and line.stage is not None else ""
     return f"{stage}{LETTERS[line.kind]}{line.microbatch}" if line.kind in LETTERS else ""
 
 
 def _hover(event: StepEvent) -> str:
-    """What is said of an instruction: name, micro-batch, times."""
+    """The hover text of an instruction: name, micro-batch, times."""
     line = event.instruction
     begin, end = (quantity(second, SECONDS) for second in (event.begin, event.end))
     said = [f"<b>{escaped(event.text)}</b>", f"rank {event.rank}"]
