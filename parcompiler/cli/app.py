@@ -1,4 +1,4 @@
-"""The command with its subcommands, and what becomes of its exit code."""
+"""The command with its subcommands, and its exit code."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             arguments, prog_name="parcompiler", standalone_mode=False, obj=settings
         )
         sys.stdout.flush()
-    except BaseException as error:  # whatever a model raises becomes one message
+    except BaseException as error:  # any error of a model becomes one message
         return code_of(error, settings)
     return outcome if isinstance(outcome, int) else 0
 

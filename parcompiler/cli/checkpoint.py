@@ -1,4 +1,4 @@
-"""`checkpoint`: what a saved run holds, whether it is whole, and its weights for others."""
+"""`checkpoint`: shows and checks a saved run, and exports its weights."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _checkpoint_of(folder: Path) -> Checkpoint:
 
 
 def _text(facts: dict[str, Any]) -> str:
-    """Facts for a person: one a line, and then tensors."""
+    """Facts as text: one a line, and then tensors."""
     lines = []
     for name, value in facts.items():
         if name != "tensors":
@@ -142,7 +142,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _request(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The request that its program was compiled from; empty where a checkpoint has none."""
+    """The request that its program was compiled from; empty if the checkpoint has none."""
     from parcompiler.errors import InputError
     from parcompiler.request import Request
 
@@ -159,7 +159,7 @@ def _request(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a person wants to know first."""
+    """The main facts of a checkpoint."""
     kinds = {"model": "parameter_bytes", "unsaved": "parameter_bytes"}
     totals = {"parameter_bytes": 0, "optimizer_bytes": 0, "other_bytes": 0}
     for name, entry in checkpoint.entries.items():

@@ -1,4 +1,4 @@
-"""The commands: those that take a model, that read what others have written, and `calibrate`."""
+"""The commands that take a model, those that read files of others, and `calibrate`."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def calibrate_command(
     from parcompiler.calibrate import calibrate
     from parcompiler.runtime import place
 
-    if (place() or (0, 1))[0] == 0:  # the one that writes
+    if (place() or (0, 1))[0] == 0:  # only rank 0 writes
         output.check_files(path)
 
     with output.result_only():
@@ -320,7 +320,7 @@ def calibrate_command(
             path, name=name, like=like, dtypes=dtypes, threads=threads, seconds=seconds,
             sizes=sizes, fresh=fresh, progress=not settings.quiet,
         )  # fmt: skip
-    if device is None:  # another rank than the first: that one says it all
+    if device is None:  # not rank 0, which prints the result
         return DONE
     text = f"{_summary(device)}\n\n{path}: take it with --device {path}, or pc.Mesh("
     text += f"device={str(path)!r})"
@@ -329,7 +329,7 @@ def calibrate_command(
 
 
 def _draw(report: Report, html: Path | None, trace: Path | None, settings: Settings) -> None:
-    """The report as a page and as a trace, where asked for."""
+    """Write the report as a page and as a trace, if asked for."""
     for path, draw in ((html, report.to_html), (trace, report.to_trace)):
         if path is not None:
             with output.writing(path):
@@ -338,19 +338,19 @@ def _draw(report: Report, html: Path | None, trace: Path | None, settings: Setti
 
 
 def _text(report: Report, details: bool) -> str:
-    """One screen for standard output, or all tables."""
+    """The report for standard output: one screen, or all tables."""
     from parcompiler.report import render
 
     return render.for_stdout(report, details=details)
 
 
 def _document(program: Program, report: Report) -> dict[str, Any]:
-    """Plan and report for a script; `diff` reads it too."""
+    """Plan and report as JSON data; `diff` reads it too."""
     return {"plan": json.loads(program.plan.to_json()), "report": json.loads(report.to_json())}
 
 
 def _started(launcher: str, path: Path, ranks: int) -> str:
-    """The line that starts the program; paths may have blanks."""
+    """The command that starts the program; paths may have blanks."""
     folder = shlex.quote(str(path))
     return {
         "torchrun": f"torchrun --nproc-per-node {ranks} {shlex.quote(str(path / 'main.py'))}",
@@ -360,7 +360,7 @@ def _started(launcher: str, path: Path, ranks: int) -> str:
 
 
 def _without_weights(model: str, *, meta: bool) -> str:
-    """How else to compile a model, so that its ranks have weights to begin with."""
+    """Advice for compiling a model so that its ranks have initial weights."""
     other = "--weights"
     if meta:
         other = "have the factory make the model on the CPU"
@@ -370,13 +370,13 @@ def _without_weights(model: str, *, meta: bool) -> str:
 
 
 def _errors(errors: Errors) -> dict[str, Any]:
-    """One comparison for a script; an infinite error, explained by `cause`, is null."""
+    """One comparison as JSON data; an infinite error, explained by `cause`, is null."""
     figures = {**dataclasses.asdict(errors), "ok": errors.ok}
     return {name: None if value == math.inf else value for name, value in figures.items()}
 
 
 def _summary(device: Device) -> str:
-    """The figures of a device, each with where it is from."""
+    """The figures of a device, each with its source."""
     from parcompiler.report.units import BYTES, FLOPS, SECONDS, quantity, rate
 
     rows = [
@@ -405,7 +405,7 @@ def _summary(device: Device) -> str:
 
 
 def _origin(source: str) -> str:
-    """A source in short; the file has all of it.
+    """A source in short; the file has the full text.
 
     >>> _origin("measured on one core: the longest copy"), _origin("not measured, as cpu: chosen")
     ('measured', 'not measured, as cpu')

@@ -1,7 +1,7 @@
 """A configuration of transformers -> its model on the meta device, and a micro-batch of tokens.
 
 Nothing is downloaded and no code of a configuration is run: `model_type` and `architectures` must
-name what the installed transformers has.
+name classes of the installed transformers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import nn
 from parcompiler import documents
 from parcompiler.errors import InputError, shown
 
-MOST_LAYERS = 100_000  # of a model, and of experts in a layer: ten times those that any model has
-COUNTS = re.compile(r"(.*_)?(layers|n_layer|experts)")  # names of fields that say how many
-LONGEST = 2048  # tokens in a row, where neither --sequence nor the model says less
+MOST_LAYERS = 100_000  # of a model, or experts of a layer: ten times more than any model has
+COUNTS = re.compile(r"(.*_)?(layers|n_layer|experts)")  # names of fields that are counts
+LONGEST = 2048  # tokens in a row, unless --sequence or the model sets fewer
 CLASSIFIES_ROWS = "ForSequenceClassification"
 
 
@@ -34,14 +34,14 @@ def build(
     """The model of `config.json`, or of the folder it is in, with inputs of zeros; with values on
     the CPU if `real`.
 
-    Raises InputError for a file that is no configuration, and for a model that is none of
-    language: its inputs are the user's to make.
+    Raises InputError for a file that is no configuration, and for a model that is no language
+    model: its inputs must come from the user.
     """
     return made(read(path), path, sequence, rows, real=real)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a configuration says. Raises InputError as `build` does."""
+    """The data of a configuration. Raises InputError as `build` does."""
     path = path / "config.json" if documents.path_of(path).is_dir() else path
     if not path.exists():
         message = (
@@ -64,7 +64,7 @@ def made(
     *,
     real: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a configuration that is read from `path`, with inputs. Raises InputError."""
+    """The model of a configuration that was read from `path`, with inputs. Raises InputError."""
     _check_fields(data, path, "")
     with silent():
         config = _config(data, path)
@@ -84,11 +84,11 @@ def _check_fields(data: dict[str, Any], path: Path, prefix: str) -> None:
 
 
 def _refusal(name: str, value: Any) -> str | None:
-    """What is wrong with a field of a configuration, if anything is."""
+    """Why a field of a configuration is refused; None if it is not."""
     plain = name.removeprefix("_")
     if plain in ("auto_map", "trust_remote_code", "use_kernels", "kernel_config") and value:
         return "loads code that is not in transformers: remove it to take the model as it is there"
-    texts = value.values() if isinstance(value, dict) else [value]  # of each part of the model
+    texts = value.values() if isinstance(value, dict) else [value]  # for each part of the model
     if plain.endswith("_implementation") and any("/" in text for text in map(str, texts)):
         return "loads a kernel from a repository: write 'sdpa' or 'eager'"
     if plain in ("quantization_config", "load_in_4bit", "load_in_8bit") and value:
@@ -99,7 +99,7 @@ def _refusal(name: str, value: Any) -> str | None:
 
 
 def _transformers() -> Any:
-    """Import the library, which only hf: models need."""
+    """Import transformers, which only hf: models need."""
     try:
         import transformers
     except ImportError as error:
@@ -110,7 +110,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Leave out the library's remarks about a configuration, some of them pages long."""
+    """Silence remarks of transformers about a configuration, some of them pages long."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
@@ -131,7 +131,7 @@ def _config(data: dict[str, Any], path: Path) -> Any:
         raise InputError(message)
     try:
         return known[kind].from_dict(data)
-    except Exception as error:  # whatever the configuration's own checks raise
+    except Exception as error:  # the configuration's own checks may raise anything
         message = f"{path} is no configuration of {kind!r} ({_first_line(error)})"
         raise InputError(message) from error
 
@@ -155,14 +155,14 @@ def _model(config: Any, data: dict[str, Any], path: Path, device: str) -> nn.Mod
     try:
         with torch.device(device):
             model: nn.Module = kind._from_config(config)
-    except Exception as error:  # sizes that do not fit each other, and the like
+    except Exception as error:  # e.g. sizes that do not fit each other
         message = f"{path}: {kind.__name__} cannot be built ({_first_line(error)})"
         raise InputError(message) from error
     return model
 
 
 def _trains(kind: object) -> bool:
-    """Whether this is a class of models that turn tokens and labels into a loss."""
+    """Whether this is a class of models with tokens and labels as inputs, and so a loss."""
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         return False
     return {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys()
@@ -180,7 +180,7 @@ def _inputs(model: nn.Module, config: Any, sequence: int | None, rows: int) -> d
     by_row = type(model).__name__.endswith(CLASSIFIES_ROWS)
     inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens[:, 0] if by_row else tokens}
     if "use_cache" in inspect.signature(model.forward).parameters:
-        inputs["use_cache"] = False  # of no use in training
+        inputs["use_cache"] = False  # useless in training
     return inputs
 
 

@@ -1,8 +1,8 @@
 """MODEL of the command line -> a module, its inputs, and the loss of its outputs.
 
-package.module:factory      imported, with the folder you are in on the path
-path/to/file.py:factory     imported from the file, with its folder on the path
-hf:path/to/config.json      a configuration of transformers, on the meta device
+package.module:factory      imported, with the current folder on the path path/to/file.py:factory
+imported from the file, with its folder on the path hf:path/to/config.json      a configuration of
+transformers, on the meta device
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Made = tuple[nn.Module, Any, Loss | None]  # None: the model returns the loss
 
 
 def check(name: str, sequence: int | None, rows: int | None) -> None:
-    """Refuse a MODEL of no known form. Raises InputError; nothing is imported."""
+    """Refuse a MODEL in an unknown form. Raises InputError; nothing is imported."""
     if name.startswith(HF):
         return
     place, colon, factory = name.rpartition(":")
@@ -51,8 +51,7 @@ def check(name: str, sequence: int | None, rows: int | None) -> None:
 
 
 def load(name: str, sequence: int | None, rows: int | None, *, real: bool = False) -> Made:
-    """The model, its inputs (one micro-batch) and its loss. Raises InputError that says what is
-    wrong.
+    """The model, its inputs (one micro-batch) and its loss. Raises InputError with the cause.
 
     `sequence` and `rows` are the size of a micro-batch, for models whose inputs are made here, with
     values if `real`.
@@ -68,7 +67,7 @@ def load(name: str, sequence: int | None, rows: int | None, *, real: bool = Fals
 
 
 def remarks_left_out(name: str) -> AbstractContextManager[None]:
-    """Silence the library of an hf: model while the model is made and captured."""
+    """Silence transformers while an hf: model is made and captured."""
     if not name.startswith(HF):
         return nullcontext()
     from parcompiler.cli.huggingface import silent
@@ -77,7 +76,7 @@ def remarks_left_out(name: str) -> AbstractContextManager[None]:
 
 
 def _module(name: str) -> ModuleType:
-    """An importable module, also of the folder that the user is in, as `python -m` has it."""
+    """Import a module, also from the current folder, as `python -m` does."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     importlib.invalidate_caches()
@@ -89,7 +88,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(path: Path) -> ModuleType:
-    """A file as a module; files beside it can be imported by it, as by a script."""
+    """Import a file as a module; it can import files beside it, as a script can."""
     if not path_of(path).is_file():
         message = f"there is no file {path}"
         raise InputError(message)
@@ -113,7 +112,7 @@ def _cause(error: BaseException) -> str:
     """An error of the user's code, with the last place in it."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):
-        return text  # it names its place itself
+        return text  # has its place in the text
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -147,7 +146,7 @@ def _factory(module: ModuleType, place: str, name: str) -> Callable[[], Any]:
 
 
 def _made(factory: Callable[[], Any], name: str) -> Made:
-    """What the factory returns: a module with one micro-batch of inputs, and perhaps a loss."""
+    """The result of the factory: a module with one micro-batch of inputs, and perhaps a loss."""
     try:
         made = factory()
     except (Exception, SystemExit) as error:
@@ -172,7 +171,7 @@ def _made(factory: Callable[[], Any], name: str) -> Made:
 
 
 def _kind(value: object) -> str:
-    """A value by its type."""
+    """A value's type in words."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return "None" if value is None else f"of type {type(value).__name__}"

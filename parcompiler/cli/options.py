@@ -1,4 +1,4 @@
-"""The options that several commands share, each with a help text that says what to choose."""
+"""The options that several commands share, with help texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AMOUNT = click.FloatRange(min=0)
 
 
 def _set(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Keep --debug or --quiet where `run` and every command find it."""
+    """Store --debug or --quiet in the settings for `run` and every command."""
     settings = context.find_root().obj
     assert isinstance(settings, Settings)
     if value:
@@ -42,7 +42,7 @@ def _together(*options: Decorator[Any]) -> Decorator[Any]:
     return decorated
 
 
-# Of every command.
+# For every command.
 remarks = _together(
     click.option(
         "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, is_eager=True,
@@ -61,7 +61,7 @@ common = _together(
     remarks,
 )  # fmt: skip
 
-# Files that show a report.
+# Files for a report.
 pictures = _together(
     click.option("--details", is_flag=True, help="Print all tables of the report."),
     click.option("--html", type=PATH, help="Write the report as a page: one file."),
@@ -70,7 +70,7 @@ pictures = _together(
     ),
 )
 
-# The model, and everything that decides about its plan: option, type, help.
+# The model, and all options for its plan: option, type, help.
 _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--mesh", words.MESH,
      "Ranks along each axis, such as pipeline=4,tensor=2,data=2; an axis left "
@@ -167,11 +167,11 @@ _PARAMETERS = {
     "--shard": ["pins"],
     "--plan": ["plan_path"],
     "--average-every": ["every"],
-}  # where the name says too little
+}  # where the name alone is unclear
 
 
 def _option(name: str, kind: Any, text: str) -> Decorator[Any]:
-    """An option of the table."""
+    """Make an option of the table."""
     if kind is bool:
         return click.option(name, is_flag=True, default=None, help=text)
     metavar = "N" if kind in (COUNT, NUMBER) else "FILE" if kind is PATH else None
@@ -182,7 +182,7 @@ def _option(name: str, kind: Any, text: str) -> Decorator[Any]:
 
 
 planning = _together(
-    # A checkpoint may say it.
+    # A checkpoint may have it.
     click.argument("model", metavar="MODEL", type=words.listed("MODEL", ()), required=False),
     *starmap(_option, _PLANNING),
 )

@@ -1,7 +1,7 @@
-"""Where results go, and what becomes of errors: files, standard output, messages, exit codes.
+"""Output of results and errors: files, standard output, messages, exit codes.
 
-Standard output has the result alone, so that it can go into a pipe; the rest is on standard error.
-Files are known to be writable before anything starts.
+Standard output has only the result, so that it can go into a pipe; the rest is on standard error.
+Files are checked to be writable before anything starts.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ DONE, FAULT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 class ReaderGoneError(Exception):
-    """Nobody reads standard output any more, as after `| head`. (A BrokenPipeError is caught by
+    """The reader of standard output is gone, as after `| head`. (A BrokenPipeError is caught by
     click, which ends with exit code 1.)"""
 
 
 @dataclass(slots=True)
 class Settings:
-    """What `--debug` and `--quiet` say, wherever on the line they stand."""
+    """The values of `--debug` and `--quiet`, wherever they are on the command line."""
 
     debug: bool = False
     quiet: bool = False
 
 
 def code_of(error: BaseException, settings: Settings) -> int:
-    """Say what went wrong, and return the exit code."""
-    if isinstance(error, SystemExit):  # completion ends so
+    """Print the error, and return the exit code."""
+    if isinstance(error, SystemExit):  # from shell completion
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, ReaderGoneError | BrokenPipeError):
-        # What is still buffered would raise again when Python ends.
+        # Buffered output would raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     if settings.debug and not isinstance(error, click.ClickException):
@@ -66,7 +66,7 @@ def _lines(error: BaseException) -> list[str]:
         return [f"error: {error.format_message()}", f"Try: {command} --help"]
     if isinstance(error, click.ClickException):
         return [f"error: {error.format_message()}"]
-    if isinstance(error, click.Abort | KeyboardInterrupt):  # click makes the one from the other
+    if isinstance(error, click.Abort | KeyboardInterrupt):  # click turns the latter into the former
         return ["interrupted", *_notes(error), *_notes(error.__cause__)]
     notes = _notes(error)
     if isinstance(error, ParcompilerError):
@@ -76,7 +76,7 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _notes(error: BaseException | None) -> list[str]:
-    """What was added to an error on its way."""
+    """The notes added to an error."""
     return list(getattr(error, "__notes__", ()))
 
 
@@ -88,15 +88,15 @@ def check_files(*paths: Path | None) -> None:
 
 
 def check_page(path: Path | None) -> None:
-    """Refuse a page where plotly is missing, before the work for it. Raises InputError."""
+    """Refuse a page if plotly is missing, before any work. Raises InputError."""
     if path is not None and importlib.util.find_spec("plotly") is None:
         message = "a page needs plotly: pip install 'parcompiler[report]'"
         raise InputError(message)
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder that cannot be made or filled. Raises InputError."""
-    # An export is written beside an older one, and takes its place.
+    """Refuse a folder that cannot be created or written to. Raises InputError."""
+    # An export is written beside an older one, and then replaces it.
     nearest = next(item for item in Path(os.path.realpath(path)).parents if item.exists())
     fault = ""
     if path.exists() and not path.is_dir():
@@ -114,7 +114,7 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise InputError, naming the path, where it cannot be written: disks fill up."""
+    """Turn an OSError of writing, on a full disk say, into an InputError that names the path."""
     try:
         yield
     except OSError as error:
@@ -124,10 +124,10 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold a folder that one run at a time writes into. Raises InputError while another does.
+    """Lock a folder for one run at a time. Raises InputError while another holds it.
 
-    The system lets go of it when the process ends, however it does. Where a system has no locks, or
-    other machines do not see them, two runs are not told apart.
+    The system releases the lock when the process ends in any way. Without locks, or if other
+    machines do not see them, two runs are not detected.
     """
     try:
         import fcntl
@@ -151,7 +151,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def result_only() -> Iterator[None]:
-    """Send what a model prints while it is made or captured to standard error."""
+    """Redirect prints of a model, while it is made or captured, to standard error."""
     with redirect_stdout(sys.stderr):
         yield
 
@@ -165,11 +165,11 @@ def show(text: str) -> None:
 
 
 def result(form: str, text: Callable[[], str], document: Callable[[], dict[str, Any]]) -> None:
-    """The result: text for a person, or JSON for a script."""
+    """Print the result: as text, or as JSON for scripts."""
     show(json.dumps(document(), indent=2, sort_keys=True) if form == "json" else text())
 
 
 def note(text: str, quiet: bool) -> None:
-    """A remark beside the result."""
+    """Print a remark on standard error."""
     if not quiet:
         click.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""A compilation as it was typed: the options of `options.planning`, checked first."""
+"""A compilation from the command line: the options of `options.planning`, checked first."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def compiled(
 ) -> Program:
     """The program. Raises what `compile` raises, and InputError for paths and models.
 
-    What is not typed is None; `decisions` are other arguments of `compile`. An hf: model has values
-    where it is `real`. What is wrong with an option by itself is found before the model is made,
-    which may take longer than all that follows.
+    Options that are not given are None; `decisions` are other arguments of `compile`. An hf: model
+    has values if `real`. Invalid options are refused before the model is made, which may take
+    longer than everything else.
     """
     if model is None and checkpoint is None:
         message = "Missing argument 'MODEL': see --help"
@@ -76,7 +76,7 @@ def compiled(
         kind = _devices(device or "cpu")
         first = kind[0] if isinstance(kind, tuple) else kind
         each = devices_per_node or int(Mesh(device=first).hardware.devices_per_node)
-        place = Cluster(nodes or 1, each, cast("Any", kind))  # it refuses several
+        place = Cluster(nodes or 1, each, cast("Any", kind))  # refuses several
     else:
         place = _mesh(mesh, device, plan)
     decisions |= {"schedule": _schedule(schedule), "sharding": dict(pins) or None}
@@ -113,7 +113,7 @@ def compiled(
 
 
 def source(model: str | None, checkpoint: Path | None) -> dict[str, Any]:
-    """What an export keeps of the MODEL that was typed, or that a checkpoint was saved with."""
+    """The MODEL that an export keeps: from the command line, or from the checkpoint."""
     if model is None:
         assert checkpoint is not None, "compiled refuses neither"
         saved = _saved(checkpoint)
@@ -133,14 +133,14 @@ def _opened(folder: Path) -> Checkpoint:
 
 
 def _saved(folder: Path) -> Request:
-    """What the program of a checkpoint was asked for."""
+    """The request of a checkpoint's program."""
     from parcompiler.request import Request
 
     return Request.saved(_opened(folder))
 
 
 def _device_of(saved: Request) -> str:
-    """The device of a checkpoint's program, if it is one that anybody has."""
+    """The device of a checkpoint's program, if it is in the catalogue."""
     from parcompiler.device import names
 
     if saved.device not in names():
@@ -152,8 +152,8 @@ def _device_of(saved: Request) -> str:
 def _configured(
     model: str | None, saved: Request, sequence: int | None, rows: int | None
 ) -> tuple[Any, Any]:
-    """The model of the configuration that was typed, or else of the checkpoint's, with inputs as
-    large as those of the checkpoint's program."""
+    """The model of the given configuration, or else of the checkpoint's, with inputs of the sizes
+    in the checkpoint's program."""
     from parcompiler.cli.huggingface import made, read
 
     path = Path((model or saved.model or "").removeprefix(HF))
@@ -188,7 +188,7 @@ def _check_mesh(
 
 
 def _mesh(degrees: dict[str, int] | None, device: str | None, plan: Plan | None) -> Mesh:
-    """The mesh that was typed; what was not typed is that of the plan."""
+    """The given mesh, completed from the plan."""
     from parcompiler.mesh import AXES, Mesh
 
     if degrees is None:
@@ -202,7 +202,7 @@ def _mesh(degrees: dict[str, int] | None, device: str | None, plan: Plan | None)
 
 
 def _devices(text: str) -> Any:
-    """A device, or with commas between them one for each pipeline coordinate: names of the
+    """A device, or a comma-separated list with one for each pipeline coordinate: names of the
     catalogue, or JSON files."""
     from parcompiler.device import Device, names
 
@@ -215,7 +215,7 @@ def _devices(text: str) -> Any:
 
 
 def _schedule(name: str | None) -> str | Schedule | None:
-    """A schedule by its name, or one that a CSV describes."""
+    """A schedule by its name, or from a CSV file."""
     from parcompiler.schedules import SCHEDULES, Schedule
 
     if name is None or name in SCHEDULES or not (Path(name).suffix == ".csv"):

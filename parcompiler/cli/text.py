@@ -1,11 +1,11 @@
-"""Text -> a file of tokens: what `parcompiler train --data` names.
+"""Text -> a file of tokens, for `parcompiler train --data`.
 
     files, folders      *.txt *.md *.rst *.py *.json, in the order of their paths
     a saved data set    of the package datasets: its column "text", or "input_ids"
     tokens.bin          tokens already
 
-The tokenizer is the package tokenizers'; a text without one is taken byte by byte. Texts are read
-piece by piece, each time that they are needed: they may be larger than the memory.
+Tokenizers are those of the package tokenizers; without one, bytes are tokens. Texts are read piece
+by piece, each time they are needed: they may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ KINDS = (".txt", ".md", ".rst", ".py", ".json", ".jsonl")
 END = "<|endoftext|>"  # between texts
 PIECE = 2**20  # characters of a text that are read at once, to the end of their line
 BATCH = 64  # pieces that are encoded at once
-Piece = tuple[str, bool]  # of a text, and whether it is the last
+Piece = tuple[str, bool]  # a part of a text, and whether it is the last
 
 
 def check_paths(*paths: Path) -> None:
-    """Refuse paths of texts and tokenizers that are not there. Raises InputError."""
+    """Refuse paths of texts and tokenizers that do not exist. Raises InputError."""
     for path in paths:
         if not path.exists():
             message = f"cannot read {path} (there is no such file or folder)"
@@ -47,8 +47,8 @@ def tokens_of(
 ) -> Path:  # fmt: skip
     """The file of tokens for some paths; made once, and again when a path or the tokenizer changes.
 
-    A run that goes on, as `resume` says (auto, no, or a path), keeps its tokenizer unless one is
-    given: its weights know no other. Raises InputError for what is no text, and where a package is
+    A resumed run (`resume` is auto, no, or a path) keeps its tokenizer unless one is given, as its
+    weights fit no other. Raises InputError for data that is no text, and if a package is
     missing."""
     if len(data) == 1 and data[0].suffix == ".bin":
         described(data[0])
@@ -84,7 +84,7 @@ def tokens_of(
 
 
 def _kept(save: Path, resume: str) -> Path | None:
-    """The tokenizer of the run that goes on, if one does and has any."""
+    """The tokenizer of the resumed run, if there is one."""
     if resume == "no":
         return None
     folder = save if resume == "auto" else Path(resume)
@@ -114,7 +114,7 @@ def _texts(data: Sequence[Path]) -> Iterator[Piece]:
 
 
 def _pieces(file: Path) -> Iterator[Piece]:
-    """A file in pieces that end with a line."""
+    """A file in pieces that end at a line break."""
     with file.open(encoding="utf-8") as opened:
         piece = opened.read(PIECE) + opened.readline()
         while piece:
@@ -141,8 +141,8 @@ def _of_datasets(path: Path) -> Iterator[str]:
 def _encoded(
     data: Sequence[Path], tokenizer: Path | None, size: int | None, save: Path
 ) -> tuple[Iterator[torch.Tensor], int]:
-    """The tokens of texts, the end of each marked where the tokenizer can, and what all of them are
-    below."""
+    """The tokens of texts, with the end of each marked if the tokenizer can, and their upper
+    bound."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -166,7 +166,7 @@ def _encoded(
 
 
 def _by(tokenizer: Any, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
-    """The tokens of pieces, some at once."""
+    """The tokens of pieces, encoded in batches."""
     pieces, end = iter(pieces), tokenizer.token_to_id(END)
     while some := [*islice(pieces, BATCH)]:
         encodings = tokenizer.encode_batch([text for text, _ in some])
@@ -176,7 +176,7 @@ def _by(tokenizer: Any, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
 
 
 def _trained(data: Sequence[Path], size: int | None) -> Any:
-    """A byte-pair encoding of a text, with as many tokens as the model knows."""
+    """A byte-pair encoding trained on a text, with the size of the model's vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE

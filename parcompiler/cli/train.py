@@ -1,10 +1,10 @@
 """`train`: compile a model, make tokens of a text, and train on it, all ranks of this machine.
 
     text files ──► save/tokens.bin        MODEL ──► save/program/        main.py on every rank
-    Ctrl-C ──► SIGTERM to the ranks ──► they save ──► the same line goes on
+    Ctrl-C ──► SIGTERM to the ranks ──► they save ──► the same command resumes
 
-Started as a rank itself (by torchrun, srun or a PyTorchJob), the first compiles into the folder
-that all see, the others wait for it, and each runs its script in place.
+If the command is itself started as ranks (by torchrun, srun or a PyTorchJob), the first compiles
+into the shared folder, the others wait for it, and each runs its script in its own process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from parcompiler.cli.output import DONE, Settings
 from parcompiler.cli.request import compiled, source
 from parcompiler.cli.words import HF
 
-PATIENCE = 1800.0  # s that a rank waits for the first to have compiled
-GRACE = 60.0  # s that ranks have to end when another has failed
+PATIENCE = 1800.0  # s that ranks wait for the first one to compile
+GRACE = 60.0  # s that ranks get to end after another has failed
 INTERRUPTED = 130
 
 
@@ -102,7 +102,7 @@ def train_command(
     shifts = model.startswith(HF)
     from parcompiler.runtime.joining import place
 
-    rank, size = place() or (0, 0)  # 0 ranks: a process that starts them itself
+    rank, size = place() or (0, 0)  # size 0: this process starts the ranks itself
     started = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     names = [os.environ[name] for name in started if name in os.environ] or [str(os.getpid())]
     ready = save / f".ready-{'-'.join(names)}"
@@ -113,7 +113,7 @@ def train_command(
         from parcompiler.cli.text import check_paths, tokens_of
         from parcompiler.runtime.training import profiled
 
-        # Refuse paths and steps that there are not, before anything is compiled.
+        # Refuse invalid paths and steps before anything is compiled.
         check_paths(*data, *([] if tokenizer is None else [tokenizer]))
         profiled(profile, steps)
         ready.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def train_command(
         sys.argv = line
         sys.path.insert(0, str(program))  # as Python does for a script
         runpy.run_path(line[0], run_name="__main__")
-        if rank == 0:  # the others have read it: all have trained
+        if rank == 0:  # all ranks have trained, so the others have read it
             ready.unlink(missing_ok=True)
         return DONE
     ready.unlink()
@@ -183,12 +183,12 @@ def _await(ready: Path) -> None:
 def _ranks(line: Sequence[str], size: int) -> int:
     """Run a script as all ranks on this machine; Ctrl-C lets them save, a second one ends them.
 
-    Ranks that still run GRACE seconds after one has failed are ended.
+    Ranks that still run GRACE seconds after one has failed are killed.
     """
     import torch.distributed as dist
 
-    # This process serves the ranks' store, as torchrun's agent does: a port that was only looked
-    # up could be another program's by the time rank 0 has imported torch.
+    # This process serves the ranks' store, as torchrun's agent does: a free port found now could be
+    # taken by another program before rank 0 has imported torch.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         **os.environ, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
@@ -199,7 +199,7 @@ def _ranks(line: Sequence[str], size: int) -> int:
     processes = [
         subprocess.Popen(
             [sys.executable, *line], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,  # Ctrl-C is for this process, which tells them
+            start_new_session=True,  # Ctrl-C reaches this process, which signals them
         )
         for rank in range(size)
     ]  # fmt: skip
@@ -211,7 +211,7 @@ def _ranks(line: Sequence[str], size: int) -> int:
             time.sleep(0.1)
             codes = [process.poll() for process in processes]
             code = DONE if set(codes) == {DONE} else next(filter(None, codes), None)
-        # The others notice by themselves, and say where they stood, unless they have not yet met.
+        # The others notice and report by themselves, unless they have not yet connected.
         _wait(processes, GRACE)
         _signal(processes, signal.SIGKILL)
         _wait(processes, GRACE)
@@ -233,14 +233,14 @@ def _ranks(line: Sequence[str], size: int) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait until all have ended, for so long at most."""
+    """Wait until all processes have ended, at most `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(process.poll() is None for process in processes):
         time.sleep(0.1)
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal to those that still run."""
+    """Send a signal to processes that still run."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(number)

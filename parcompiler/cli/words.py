@@ -1,4 +1,4 @@
-"""What is typed for an option, as the value that `compile` takes.
+"""Parses option texts into the values that `compile` takes.
 
 >>> degrees("pipeline=4,tensor=2"), degrees("auto")
 ({'pipeline': 4, 'tensor': 2}, 'auto')
@@ -22,10 +22,10 @@ from click.shell_completion import CompletionItem
 
 AXES = ("pipeline", "tensor", "context", "expert", "data")
 AUTO = "auto"
-HF = "hf:"  # how a MODEL begins that is a configuration of transformers
+HF = "hf:"  # prefix of a MODEL that is a configuration of transformers
 ANSWERS = {"yes": True, "no": False, "true": True, "false": False}
 
-# Completed and listed by --help, which do not load torch; tests/cli compares with what is offered.
+# For completion and --help, which do not load torch; tests/cli compares with the real lists.
 SCHEDULES = (
     "auto", "search", "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half",
     "v-min", "pipedream",
@@ -43,9 +43,9 @@ OPTIMIZERS = ("adagrad", "adamw", "muon", "sgd", "sgd-momentum", "none")
 
 
 class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases of click
-    """An option whose text `parse` reads; a ValueError is what is wrong with the text.
+    """An option whose text `parse` reads; its ValueError becomes the error message.
 
-    `complete` lists the words that may be meant by the beginning of one.
+    `complete` lists the possible words for a beginning.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
         self.name, self.parse, self.complete, self.files = name, parse, complete, files
 
     def get_metavar(self, param: click.Parameter, *_: Any, **__: Any) -> str | None:
-        """The name of an option as it is written; click would put it in capitals."""
+        """The name of an option unchanged; click would capitalize it."""
         return self.name if isinstance(param, click.Option) else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -74,7 +74,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The words with this beginning; files, where there are none and a file may be meant."""
+        """The words with this beginning; files if there are none and a file is allowed."""
         words = [word for word in self.complete(incomplete) if word.startswith(incomplete)]
         if self.files and not words:
             return [CompletionItem(incomplete, type="file")]
@@ -108,14 +108,14 @@ def degrees(text: str) -> str | dict[str, int]:
 
 
 def _axes(incomplete: str) -> list[str]:
-    """The beginning of a mesh with each axis that is not in it yet."""
+    """Completions of a mesh with each axis that it does not have yet."""
     head, comma, _ = incomplete.rpartition(",")
     axes = [f"{head}{comma}{axis}=" for axis in AXES if f"{axis}=" not in head]
     return axes if comma else [AUTO, *axes]
 
 
 def counts(name: str, words: Sequence[str], wanted: str) -> Typed:
-    """One of some words, or several counts."""
+    """An option with one of `words`, or several counts."""
 
     def parse(text: str) -> str | tuple[int, ...]:
         parts = [part.strip() for part in text.split(",")]
@@ -128,7 +128,7 @@ def counts(name: str, words: Sequence[str], wanted: str) -> Typed:
 
 
 def patterns(text: str) -> str | dict[str, bool]:
-    """Whether to recompute blocks by pattern, or one of the words. Raises ValueError."""
+    """Whether to recompute, by pattern of blocks, or one of the words. Raises ValueError."""
     if text in _RECOMPUTED:
         return text
     answers: dict[str, bool] = {}
