@@ -1,4 +1,4 @@
-"""What blocks and stages cost as expressions in the sizes of the captured model.
+"""The costs of blocks and stages as expressions in the sizes of the captured model.
 
-This file imports nothing: what captures at other sizes (`sizes.py`) needs no report.
+This file imports nothing: users of `sizes.py`, for captures at other sizes, need no report.
 """

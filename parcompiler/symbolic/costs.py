@@ -1,7 +1,7 @@
-"""What a program's stages cost as functions of its sizes: `program.costs`.
+"""The costs of a program's stages as functions of its sizes: `program.costs`.
 
-The forms are for reading, and are computed when first asked for. Figures at other sizes need none:
-the model is captured there, lowered and simulated.
+The closed forms are for reading, and are computed on first use. Figures at other sizes do not use
+them: the model is captured at those sizes, lowered and simulated.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from parcompiler.symbolic.naming import names_in, names_of
 from parcompiler.symbolic.sizes import Sizes, Unfit, resized, sizes_of
 from parcompiler.symbolic.stages import stage_forms
 
-RANKS = (2, 4, 8, 3, 6, 16, 5, 32)  # tensor ranks that are tried, until one more than FEWEST do
+RANKS = (2, 4, 8, 3, 6, 16, 5, 32)  # numbers of tensor ranks to try, until FEWEST + 1 work
 
-# What is counted, by the fields of `Forms`.
+# Names of the fields of `Forms` in reports.
 WHAT = {
     "flops_forward": "FLOPs, forward",
     "flops_backward": "FLOPs, backward",
@@ -62,12 +62,12 @@ WORDS = {"h": "hidden", "V": "vocabulary", "f": "inner"}
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """A step at some sizes: by word, micro-batches and degrees among them.
+    """The figures of a step at some `sizes`, by word, with micro-batches and degrees among them.
 
     `step_time` in s, `peak_memory` in bytes and `bubble`, the idle fraction, of each pipeline rank
-    are those of `Program.simulate`; `stages`, the `messages` between them and what ranks sum with
-    their data replicas (`averaged`) are those of its report. `scaled` says that seconds follow from
-    some that were measured at other sizes.
+    are those of `Program.simulate`; `stages`, the `messages` between them and the sums over data
+    replicas (`averaged`) are those of its report. `scaled` says that seconds are scaled from
+    measurements at other sizes.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -85,15 +85,15 @@ class Costs:
     """The closed forms of a program's blocks and stages on one rank, and figures at other sizes.
 
     `problem` is that of the whole model. The symbols are those of `closed.sizes`: `b` batch (of two
-    rows and more: one alone is computed by other operators), `s` sequence; and `t` tensor ranks in
-    those that are `named`.
+    rows or more: a single row is computed by other operators), `s` sequence; and `t` tensor ranks
+    in the `named` ones.
     """
 
     problem: Problem
     plan: Plan
 
     def __repr__(self) -> str:
-        """What there is to ask for; the forms themselves take a moment to find."""
+        """An overview of the attributes, without computing the forms."""
         counts = len(self.plan.stages or ()), self.plan.microbatches
         name = f"{self.plan.model}, {counts[0]} stages, {counts[1]} micro-batches"
         return f"Costs({name}: .templates, .stages, .at(batch=..., sequence=...))"
@@ -105,7 +105,7 @@ class Costs:
 
     @cached_property
     def rank_costs(self) -> RankCosts:
-        """What the templates of a rank cost at any sizes."""
+        """The costs of a rank's templates at any sizes."""
         known = sizes_of(self.problem.graph)
         captured = dataclasses.replace(self.problem, bench=None)
 
@@ -127,12 +127,12 @@ class Costs:
 
     @cached_property
     def templates(self) -> Mapping[str, Forms]:
-        """What a block of each template costs for one micro-batch, as expressions of sympy."""
+        """The costs of a block of each template for one micro-batch, as sympy expressions."""
         return {name: self.closed.forms(name) for name in self.blocks}
 
     @property
     def blocks(self) -> Mapping[str, int]:
-        """How many blocks each template has."""
+        """The number of blocks of each template."""
         return Counter(block.template for block in self.rank_problem.priced(self._level).cut.blocks)
 
     @cached_property
@@ -148,14 +148,14 @@ class Costs:
 
     @cached_property
     def named(self) -> Mapping[str, Forms]:
-        """`templates` with letters for sizes of the model, which are numbers all the same, and for
+        """`templates` with letters for sizes of the model, though these are fixed numbers, and for
         the number of tensor ranks."""
         return {name: self.over_ranks.forms(name, self._names[name]) for name in self.blocks}
 
     @cached_property
     def stages(self) -> tuple[Forms, ...]:
-        """The forms of stages: sums over their blocks, what they share once. Recomputing counts
-        with the backward, and `message` is what the stage gives to others, as often as it goes."""
+        """The forms of stages: sums over their blocks, with shared tensors once. Recomputation
+        counts in the backward, and `message` is all that the stage sends, each time it is sent."""
         names = {name: dict[str, int]() for name in self.blocks}
         return stage_forms(self.rank_problem, self.plan, self.closed, names)
 
@@ -166,7 +166,7 @@ class Costs:
 
     @cached_property
     def over_ranks(self) -> ClosedForms:
-        """The forms in the number of tensor ranks, `t`, as well, from those at some numbers."""
+        """The forms that include the number of tensor ranks, `t`, fitted to some numbers."""
         if self.plan.sharding is None:
             return self.closed
         point = self.closed.points.near[0]
@@ -190,7 +190,7 @@ class Costs:
         return forms
 
     def _on(self, ranks: int) -> RankCosts:
-        """What the templates cost on one of so many tensor ranks; nothing is measured for them."""
+        """The costs of the templates on one of `ranks` tensor ranks, without measurements."""
         if ranks == self.plan.mesh.tensor:
             return self.rank_costs
         plan, problem = dataclasses.replace(self.plan, costs=None), self.problem
@@ -206,13 +206,12 @@ class Costs:
     ) -> StepFigures:
         """The step at other sizes, by word: `at(batch=8, sequence=4096, microbatches=64)`.
 
-        What is not given is as it was compiled; stages, schedule and strategies stay those of the
+        Sizes that are not given are as compiled; stages, schedule and strategies stay those of the
         plan, also for another number of tensor ranks. For another number of pipeline ranks the
-        passes divide again, under the plan's schedule, with these micro-batches and degrees and
-        the batch and sequence of the capture. The figures are those of `Program.simulate` for a
-        program that is compiled at these sizes with these decisions: the model is captured there.
-        Seconds that were measured change as the device's figures do. Memory is not compared with
-        the device's.
+        passes divide again, under the plan's schedule, with these micro-batches and degrees and the
+        batch and sequence of the capture. The figures are those of `Program.simulate` for a program
+        compiled at these sizes with these decisions: the model is captured at them. Measured
+        seconds are scaled by the ratio of modelled ones. Memory is not compared with the device's.
         Raises InputError for a size that the inputs do not have or that the model cannot have, for
         a degree that the plan cannot have, or for times that would have to be measured again.
         """
@@ -259,7 +258,7 @@ class Costs:
 
     @cached_property
     def _elsewhere(self) -> Callable[[str, int, Plan], Costs]:
-        """The costs for another degree of the mesh, found once for each."""
+        """The costs for another degree of the mesh, cached for each."""
         ways = {"tensor": with_tensor, "pipeline": with_pipeline}
         return cache(lambda name, number, plan: Costs(*ways[name](self.problem, plan, number)))
 
@@ -308,7 +307,7 @@ def _figures_of(
 
 
 def symbols_of(costs: Costs) -> tuple[data.Symbol, ...]:
-    """The letters, and the sizes that have none."""
+    """The symbols, and the sizes that are none."""
     sizes = (data.Symbol(size.letter, size.word, size.now) for size in costs.closed.sizes)
     named = (data.Symbol(letter, WORDS[letter], size) for letter, size in costs.names.items())
     refused = (data.Symbol("", word, reason=reason) for word, reason in costs.closed.refused)
@@ -321,7 +320,7 @@ def symbols_of(costs: Costs) -> tuple[data.Symbol, ...]:
 
 
 def forms_of(costs: Costs) -> tuple[data.Form, ...]:
-    """The forms of each template and of each stage; those of equal stages once."""
+    """The forms of each template and of each stage; equal stages once."""
     stages: dict[Forms, list[int]] = {}
     for j, forms in enumerate(costs.named_stages):
         stages.setdefault(forms, []).append(j)
@@ -344,8 +343,7 @@ def _by_template(problem: Problem, level: int) -> dict[str, BlockCost]:
 
 
 def _timed(problem: Problem, like: Problem, level: int) -> Problem:
-    """A problem at other sizes with measured seconds, which change as those do that the figures of
-    the device give."""
+    """A problem at other sizes with measured seconds, scaled by the ratio of modelled ones."""
     before, after = _by_template(like, level), _by_template(problem, level)
     timed = problem.anew()
     for name, cost in after.items():
@@ -357,7 +355,8 @@ def _timed(problem: Problem, like: Problem, level: int) -> Problem:
 
 
 def scaled(measured: TemplateTime, before: TemplateTime, after: TemplateTime) -> TemplateTime:
-    """Measured seconds at other sizes; `before` and `after` are modelled at both.
+    """Measured seconds at other sizes; `before` and `after` are modelled, at the old and at the new
+    sizes.
 
     >>> one, two = TemplateTime("Layer", 1.0, 2.0, 0.5), TemplateTime("Layer", 2.0, 6.0, 1.0)
     >>> scaled(TemplateTime("Layer", 3.0, 3.0, 1.0), one, two)

@@ -1,7 +1,7 @@
 """A program's problem and plan at other degrees of its mesh, without another capture.
 
 Other tensor ranks keep stages, schedule and strategies. Other pipeline ranks need other stages: the
-passes divide again, under the plan's schedule, strategies and way with the vocabulary.
+passes divide again, under the plan's schedule, strategies and vocabulary method.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parcompiler.schedules.planned import planned
 
 
 def number_of(name: str, value: object) -> int:
-    """A degree or a number of micro-batches. Raises InputError where it is none."""
+    """A degree or a number of micro-batches. Raises InputError unless it is a positive integer."""
     if type(value) is not int or value < 1:
         message = f"{name} must be a positive integer ({value!r} given)"
         raise InputError(message)
@@ -27,8 +27,8 @@ def number_of(name: str, value: object) -> int:
 
 
 def with_copies(plan: Plan, microbatches: int | None, data: int | None) -> Plan:
-    """The plan with other micro-batches and data ranks, where some are given. States stay whole, or
-    shared out. Raises InputError."""
+    """The plan with other micro-batches and data ranks, if given; whether states are shared out
+    does not change. Raises InputError."""
     if microbatches is not None and number_of("microbatches", microbatches) != plan.microbatches:
         if plan.orders is not None:
             message = (
@@ -50,7 +50,7 @@ def with_copies(plan: Plan, microbatches: int | None, data: int | None) -> Plan:
 
 
 def with_tensor(whole: Problem, plan: Plan, tensor: int) -> tuple[Problem, Plan]:
-    """The problem and the plan for so many tensor ranks. Raises InputError."""
+    """The problem and the plan for `tensor` tensor ranks. Raises InputError."""
     if plan.sharding is None:
         message = f"the plan splits no tensors: compile for {tensor} tensor ranks"
         raise InputError(message)
@@ -62,8 +62,8 @@ def with_tensor(whole: Problem, plan: Plan, tensor: int) -> tuple[Problem, Plan]
 
 
 def with_pipeline(whole: Problem, plan: Plan, pipeline: int) -> tuple[Problem, Plan]:
-    """The problem and a plan for so many pipeline ranks. Raises InputError, and InfeasibleError
-    where no division fits."""
+    """The problem and a plan for `pipeline` pipeline ranks. Raises InputError, and InfeasibleError
+    if no division fits."""
     if plan.orders is not None or plan.schedule not in SCHEDULES:
         message = (
             f"the plan's order is for {plan.mesh.pipeline} pipeline ranks ({pipeline} given): "
@@ -109,7 +109,7 @@ def _spread(plan: Plan) -> object:
 
 
 def _check_measured(whole: Problem, plan: Plan, name: str, number: int) -> None:
-    """Refuse other templates than were measured where nothing can be measured."""
+    """Refuse templates without measurements if measuring is impossible."""
     if plan.costs is not None and whole.bench is None:
         message = (
             f"the plan's times were measured with {name}={getattr(plan.mesh, name)} ({number} "

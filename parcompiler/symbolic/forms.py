@@ -1,18 +1,18 @@
-"""What the blocks of a template cost in the sizes of the captured model, in closed form.
+"""The costs of a template's blocks as closed forms in the sizes of the captured model.
 
 the model, captured at some sizes
-    │  local, trace_block     what the first block of each template costs there, on a tensor rank
-    │  fit                    polynomials, exact, and right at further sizes
+    │  local, trace_block     the cost of each template's first block there, on a tensor rank
+    │  fit                    exact polynomials, checked at further sizes
     ▼
 ClosedForms                   FLOPs and bytes of each template as expressions
 
 A cost of a block is a sum of products of sizes, of low degree: 1 in the batch, 2 in the lengths
-together (attention). A rank of `t` computes, moves and sends a part of the whole: a sum of A, B/t
-and, where all send to all, C/t². From the values at as many points the coefficients follow by
-solving with whole numbers; further points show whether the degrees were high enough.
+together (attention). One of `t` ranks computes, moves and sends a part of the whole: a sum of A,
+B/t and, for all-to-alls, C/t². The coefficients follow exactly from the values at equally many
+points; further points show whether the degrees were high enough.
 
-The workspace peak is a maximum over operators, and so no polynomial: it has no form. Of a table an
-operator reads no more rows than there are: such a cost is the smaller of two polynomials.
+The workspace peak is a maximum over operators, and so has no polynomial form. An operator reads at
+most all rows of a table: such a cost is the smaller of two polynomials.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forms:
-    """What a block of a template costs for one micro-batch on one rank, as expressions.
+    """The costs of a template's block for one micro-batch on one rank, as expressions.
 
     `flops_*` count a multiplication with its addition as 2; all others are bytes: `bytes_*` are
-    moved between the device and its memory, `sent_*` what the rank sends to others of the tensor
-    axis, `saved` is kept from the forward to the backward, `message` the size of all outputs.
+    moved between the device and its memory, `sent_*` are sent to other ranks of the tensor axis,
+    `saved` is kept from the forward to the backward, `message` is the size of all outputs.
     `parameters`, `gradients` and `optimizer` are those of trainable parameters.
     """
 
@@ -78,8 +78,8 @@ class Forms:
 STATE = ("parameters", "gradients", "optimizer")
 FIELDS = tuple(field.name for field in dataclasses.fields(Forms))
 TABLES = ("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor")
-FEWEST = 3  # tensor ranks that tell A + B/t and check it once; one more tells C/t² too
-FINEST = 4096  # the largest denominator of a cost: what a rank sends is a part of the whole
+FEWEST = 3  # numbers of tensor ranks to fit A + B/t and check it; one more for C/t²
+FINEST = 4096  # the largest denominator of a cost, as ranks send fractions of the whole
 
 # A template and a field of `Forms`, "inner" (the bytes saved besides those of the outputs) or
 # "tables"; or "" and the name of a node, whose numbers are its shape.
@@ -87,11 +87,11 @@ Key = tuple[str, str]
 Quantities = Mapping[Key, Sequence[float]]  # at some sizes
 Monomial = tuple[tuple[str, int], ...]  # the power of each letter
 Polynomial = Mapping[Monomial, Fraction]  # the coefficients that are not 0
-ProblemAt = Callable[[Sizes], Problem]  # that of a rank, of the model at these sizes
+ProblemAt = Callable[[Sizes], Problem]  # a rank's problem for the model at these sizes
 
 
 def quantities(cost: BlockCost) -> dict[str, list[float]]:
-    """The numbers of a cost whose sums are the fields of `Forms`, but those of parameters."""
+    """The numbers of a cost whose sums are the fields of `Forms`, except those of parameters."""
     numbers: dict[str, list[float]] = {
         "saved": [cost.saved],
         "inner": [cost.saved - cost.saved_outputs],
@@ -118,12 +118,12 @@ def states_of(problem: Problem, block: Block) -> dict[str, list[float]]:
 
 
 class RankCosts:
-    """What the templates of a rank cost at any sizes; `at` is its problem there."""
+    """The costs of a rank's templates at any sizes; `at` returns the rank's problem there."""
 
     def __init__(self, problem: Problem, level: int, at: ProblemAt) -> None:
         self.problem, self.at = problem, at
         self.cut = problem.priced(level).cut
-        self.first: dict[str, Block] = {}  # of each template; its nodes stand for those of others
+        self.first: dict[str, Block] = {}  # of each template, on behalf of the others
         for block in self.cut.blocks:
             self.first.setdefault(block.template, block)
         self._problems: dict[tuple[int, ...], Problem] = {}
@@ -158,8 +158,8 @@ class RankCosts:
         """The quantities of each template, and the shapes of values between blocks, at some sizes.
         Raises Unfit.
 
-        What is read of tables is not in `bytes_forward`: for each it is as much as the operator
-        yields, one element for each FLOP, but no more than the bytes under "tables".
+        Reads of tables are not in `bytes_forward`: each is as large as the operator's result (one
+        element for each FLOP), but at most the bytes under "tables".
         """
         problem, numbers = self.problem_at(sizes), dict[Key, Sequence[float]]()
         for name, cost in self.traced(sizes).items():
@@ -178,7 +178,8 @@ class RankCosts:
         return numbers
 
     def operators(self, sizes: Sizes) -> object:
-        """The operators that each template runs, and which values are kept: equal at all sizes."""
+        """The operators that each template runs, and which values are kept; must be equal at all
+        sizes."""
         return {
             name: (
                 [(one.name, one.kind, one.dtype) for one in (*cost.forward, *cost.backward)],
@@ -188,7 +189,7 @@ class RankCosts:
         }
 
     def is_even(self, ranks: int, points: Points) -> bool:
-        """Whether all tensor ranks hold and compute as much, at all points."""
+        """Whether all tensor ranks hold and compute equally much, at all points."""
         try:
             problems = [self.problem_at(point) for point in (*points.near, points.last)]
         except Unfit:
@@ -211,12 +212,12 @@ def _twins(nodes: Iterable[fx.Node], graph: Graph) -> list[fx.Node]:
 
 def tables_of(block: Block, cost: BlockCost, graph: Graph) -> dict[int, int]:
     """The bytes of parameters and buffers that operators of a block's forward read as tables, by
-    the place of the operator."""
+    the index of the operator."""
     tables = {}
     for k, operation in enumerate(cost.forward):
         if operation.name in TABLES and operation.place is not None:
             node = block.nodes[operation.place]
-            read = node.args[isinstance(node.target, RuntimeCall)]  # behind the indices there
+            read = node.args[isinstance(node.target, RuntimeCall)]  # after the indices there
             if _operator(node) == operation.name and str(read) in graph.by_node:
                 tables[k] = graph.by_node[str(read)].nbytes
     return tables
@@ -230,11 +231,11 @@ def _operator(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Points:
-    """The sizes at which costs are asked for, for polynomials of degree 1 in the batch and of
+    """The sizes at which costs are sampled, for polynomials of degree 1 in the batch and of
     `degree` in the lengths together.
 
-    A length goes down from that of the capture, for tables of positions end there, in multiples of
-    the tensor ranks. One row alone lies in memory in another way than several.
+    Lengths go down from that of the capture, where tables of positions end, in multiples of the
+    tensor ranks. Batches have several rows, as a single row has another memory layout.
     """
 
     sizes: tuple[InputSize, ...]
@@ -256,12 +257,12 @@ class Points:
 
     @property
     def last(self) -> dict[str, int]:
-        """A further point."""
+        """A further point, for checks."""
         return {size.letter: self._numbers(size)[3] for size in self.sizes}
 
     @property
     def odd(self) -> dict[str, int]:
-        """A further point with lengths that are primes, times the ranks: where a model rounds."""
+        """A further point whose lengths are primes times the ranks, for models that round sizes."""
         point = self.last
         for number, size in enumerate(self.sizes):
             if size.letter != "b":
@@ -281,12 +282,12 @@ class Points:
 
 @dataclass(frozen=True)
 class ClosedForms:
-    """The terms of all quantities, in `sizes`; `refused` says which sizes are no symbols (their
-    words), and why.
+    """The terms of all quantities, in `sizes`; `refused` has the words of sizes that are no
+    symbols, and why.
 
-    A batch of one row lies in memory in another way than others, so that other operators run: the
-    forms are those of two rows and more. Those in the number of tensor ranks, `t`, too are right
-    for the numbers in `ranks`; where there are none, `reason` says why.
+    A batch of one row has another memory layout, so that other operators run: the forms are for two
+    rows or more. Forms in the number of tensor ranks, `t`, are right for the numbers in `ranks`; if
+    there are none, `reason` says why.
     """
 
     points: Points
@@ -312,7 +313,8 @@ class ClosedForms:
         return Forms(**sums)
 
     def _tables(self, template: str) -> tuple[list[Polynomial], tuple[Polynomial, ...]]:
-        """The bytes that operators would read of tables by what they yield, and those tables."""
+        """The bytes that operators would read of tables by the size of their results, and the bytes
+        of those tables."""
         cost = self.costs.traced(self.points.near[0])[template]
         flops, block = self.terms[template, "flops_forward"], self.costs.first[template]
         read = [
@@ -323,8 +325,8 @@ class ClosedForms:
 
 
 def closed_forms(costs: RankCosts) -> ClosedForms:
-    """The closed forms of the blocks of a rank, in as many sizes as have one: all, the batch
-    alone, the lengths alone, or none."""
+    """The closed forms of a rank's blocks, in as many sizes as possible: all, the batch alone, the
+    lengths alone, or none."""
     known, reasons = sizes_of(costs.problem.graph), dict[str, str]()
     batch = tuple(size for size in known if size.letter == "b")
     lengths = tuple(size for size in known if size.letter != "b")
@@ -347,8 +349,8 @@ def closed_forms(costs: RankCosts) -> ClosedForms:
 def over_ranks(plan: ClosedForms, costs: Mapping[int, RankCosts]) -> ClosedForms:
     """The forms of a plan in the number of tensor ranks as well, from costs for some numbers.
 
-    `costs` are of ranks that run the same operators on even pieces; two or three numbers tell A,
-    B/t and C/t² apart, and the forms must be right at the others. Raises Unfit.
+    `costs` are of ranks that run the same operators on even pieces; two or three numbers determine
+    A, B/t and C/t², and the forms must be right at the others. Raises Unfit.
     """
     if len(costs) < FEWEST - 1:
         ranks = ", ".join(map(str, costs)) or "none"
@@ -360,8 +362,8 @@ def over_ranks(plan: ClosedForms, costs: Mapping[int, RankCosts]) -> ClosedForms
 
 
 def check_ranks(forms: ClosedForms, others: Mapping[int, RankCosts]) -> None:
-    """Refuse forms of which a field is right for none of other numbers of ranks. These run other
-    operators (one rank exchanges nothing), so that it need not be right for all. Raises Unfit."""
+    """Refuse forms with a field that is right for none of the other numbers of ranks. These run
+    other operators (one rank exchanges nothing), so it need not be right for all. Raises Unfit."""
     at = forms.points.near[-1]
     known = {t: one.quantities(at) for t, one in others.items()}
     for key in itertools.product(forms.costs.first, FIELDS):
@@ -374,7 +376,7 @@ def check_ranks(forms: ClosedForms, others: Mapping[int, RankCosts]) -> None:
 
 
 def _is_even(graph: Graph, ranks: int) -> bool:
-    """Whether all tensor ranks hold and compute as much, in the graph of one of them."""
+    """Whether all tensor ranks hold and compute equally much, by the graph of one of them."""
 
     def uneven(argument: object) -> bool:
         if isinstance(argument, list | tuple):
@@ -389,8 +391,8 @@ def _is_even(graph: Graph, ranks: int) -> bool:
 def _fit(
     costs: Mapping[int, RankCosts], points: Points, check: Sizes, powers: int = 1
 ) -> dict[Key, tuple[Polynomial, ...]]:
-    """Polynomials through the quantities at all points, with so many powers of 1/t. At `check` they
-    must be right for all numbers of tensor ranks. Raises Unfit."""
+    """Polynomials through the quantities at all points, with `powers` powers of 1/t. At `check`
+    they must be right for all numbers of tensor ranks. Raises Unfit."""
     first = [*costs][:powers]
     near = [(costs[t].quantities(at), {**at, "t": t}) for at in points.near for t in first]
     checks = [(one.quantities(check), {**check, "t": t}) for t, one in costs.items()]
@@ -442,7 +444,8 @@ def value(polynomial: Polynomial, sizes: Sizes) -> Fraction:
 
 
 def exact(number: float) -> Fraction:
-    """A number of FLOPs or bytes, which a sum of parts of thirds may miss by a rounding.
+    """A number of FLOPs or bytes as a fraction; a float sum of thirds, say, may be off by a
+    rounding.
 
     >>> exact(12.0), exact(8 / 3)
     (Fraction(12, 1), Fraction(8, 3))
@@ -452,12 +455,12 @@ def exact(number: float) -> Fraction:
 
 
 def _is_close(one: float | Fraction, other: float | Fraction) -> bool:
-    """Whether numbers are equal but for the rounding of large ones."""
+    """Whether numbers are equal up to the rounding of large ones."""
     return math.isclose(one, other, rel_tol=1e-12)
 
 
 def expression(polynomials: Iterable[Polynomial], names: Mapping[str, int]) -> sympy.Expr:
-    """The sum of polynomials with names for sizes: each coefficient has its own."""
+    """The sum of polynomials, with names for sizes in each coefficient."""
     import sympy
 
     terms = Counter(term for polynomial in polynomials for term in polynomial.items())

@@ -1,4 +1,4 @@
-"""The sizes that are the model's own, named: so that a formula reads as in a textbook.
+"""Names for sizes of the model itself, so that a formula reads as in a textbook.
 
 | letter | is                                                                          |
 |--------|-----------------------------------------------------------------------------|
@@ -7,8 +7,8 @@
 | V      | the vocabulary: the rows of that embedding                                  |
 | f      | the next commonest dimension of matrices, where it is no multiple of h      |
 
-They are numbers of the captured model, and do not change. A coefficient is written with the largest
-product of them that divides it: what it is worth stays the same.
+They are fixed numbers of the captured model. A coefficient is written with the largest product of
+them that divides it, which does not change its value.
 
 >>> named(Fraction(24 * 4096**2), {"h": 4096, "V": 50257})
 24*h**2
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from parcompiler.graph import Block, Graph
 
-if TYPE_CHECKING:  # sympy takes 0.3 s to import: only a question for forms pays it
+if TYPE_CHECKING:  # sympy takes 0.3 s to import: only when forms are used
     import sympy
 
 PRODUCTS = ((), ("h",), ("V",), ("f",), ("h", "h"), ("h", "V"), ("h", "f"))
@@ -55,7 +55,7 @@ def names_of(graph: Graph) -> dict[str, int]:
 
 
 def names_in(names: Mapping[str, int], block: Block, graph: Graph) -> dict[str, int]:
-    """The named sizes that tensors of a block have, of h and f also multiples."""
+    """The named sizes that tensors of a block have, or multiples of h and f."""
     dims = {dim for binding in block.tensors for dim in graph.by_name[binding.name].whole.shape}
     return {
         letter: number

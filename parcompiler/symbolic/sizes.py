@@ -1,4 +1,4 @@
-"""Which sizes of a captured model are symbols: the batch, and the length of what it reads.
+"""The sizes of a captured model that are symbols: the batch, and the lengths of its inputs.
 
 | symbol | word     | is                                                             |
 |--------|----------|----------------------------------------------------------------|
@@ -29,7 +29,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InputSize:
-    """A size that may change: its letter, the word users give it by, and its number now.
+    """A size that may change: its letter, its word for users, and its current number.
 
     `places` are the dimensions of inputs that have it: the placeholder, and its dimension.
     """
@@ -44,7 +44,7 @@ Sizes = Mapping[str, int]  # the number of each letter
 
 
 def sizes_of(graph: Graph) -> tuple[InputSize, ...]:
-    """The sizes that the inputs of a graph show; the batch first."""
+    """The sizes found in the inputs of a graph, the batch first."""
     return (*_batch(graph), *_sequences(graph))
 
 
@@ -62,8 +62,8 @@ def batch_of(graph: Graph) -> InputSize:
 
 
 def resized(problem: Problem, sizes: Sequence[InputSize], numbers: Sizes) -> Problem:
-    """The problem of the model captured again at other numbers of some sizes; nothing is measured
-    for it. Raises Unfit where the model cannot be captured there."""
+    """The problem of the model captured again at other numbers of some sizes, without measurements.
+    Raises Unfit if the model cannot be captured there."""
     graph, options = problem.graph, problem.options
     if all(numbers[size.letter] == size.now for size in sizes):
         return problem
@@ -82,7 +82,7 @@ def resized(problem: Problem, sizes: Sequence[InputSize], numbers: Sizes) -> Pro
     whole = problem.anew(graph=graph.once(key, captured), bench=None, context=None)
     try:
         return on_axes(whole)
-    except ParcompilerError as error:  # they cannot share so many rows
+    except ParcompilerError as error:  # ranks cannot share these rows
         raise Unfit(str(error)) from error
 
 

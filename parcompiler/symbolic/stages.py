@@ -1,4 +1,4 @@
-"""The closed forms of stages: sums of those of their blocks; what blocks share counts once."""
+"""The closed forms of stages: sums of those of their blocks, with shared tensors once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Names = Mapping[str, Mapping[str, int]]  # letters for sizes of the model, by te
 def stage_forms(
     problem: Problem, plan: Plan, closed: ClosedForms, names: Names
 ) -> tuple[Forms, ...]:
-    """The forms of all stages; `message` is what a stage gives to others, as often as it goes, and
-    recomputing counts with the backward."""
+    """The forms of all stages; `message` is all that a stage sends, each time it is sent, and
+    recomputation counts in the backward."""
     import sympy
 
     assert plan.stages is not None
     priced, first = problem.under(plan), closed.costs.first
-    like: dict[fx.Node, fx.Node] = {}  # the same value of the first block of a template
+    like: dict[fx.Node, fx.Node] = {}  # the corresponding value of a template's first block
     for block in priced.cut.blocks:
         like.update(zip(block.outputs, first[block.template].outputs, strict=True))
     index = {block.name: b for b, block in enumerate(priced.cut.blocks)}
@@ -38,7 +38,7 @@ def stage_forms(
     sent = list(carried(problem, plan))
 
     def nbytes(node: fx.Node, *, memory: bool = False) -> sympy.Expr:
-        """The bytes of a value; `memory`: that it occupies, where it is spread out less."""
+        """The bytes of a value; `memory`: those that it occupies, if it is expanded."""
         home, tensor = priced.home.get(node), node.meta["val"]
         known = {} if home is None else names[priced.cut.blocks[home].template]
         shape = closed.terms["", like.get(node, node).name]
@@ -59,7 +59,8 @@ def stage_forms(
         return sympy.Add(*parts.values())
 
     def saved(blocks: list[Block]) -> sympy.Expr:
-        """Bytes from the forward to the backward: a value between blocks of the stage once."""
+        """Bytes kept from the forward to the backward; values between blocks of the stage count
+        once."""
         places = tuple(sorted(index[block.name] for block in blocks))
         kept = Footprint(priced, places, problem.graph.differentiable, {}).kept
         inner = Counter(
