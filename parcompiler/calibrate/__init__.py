@@ -1,4 +1,4 @@
-"""Measures the machine that it runs on, and writes what it finds as a device file."""
+"""Measures the machine that it runs on, and writes a device file."""
 
 from parcompiler.calibrate.measure import calibrate
 

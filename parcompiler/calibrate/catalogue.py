@@ -1,6 +1,7 @@
-"""The works that are timed, in many sizes: products, attention, convolutions, copies and others.
+"""The workloads that are timed, in many sizes: products, attention, convolutions, copies and
+others.
 
-A ladder is climbed from its smallest size; a rung that would take too long ends it.
+A ladder is measured from its smallest size on, until one would take too long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Ladder = tuple[Workload, ...]  # in growing sizes
 
 
 def ladders(dtypes: Sequence[torch.dtype], most: int | None = None) -> Iterator[Ladder]:
-    """All works to measure on one device; at most `most` sizes of each, the smallest."""
+    """All workloads to measure on one device; at most the `most` smallest sizes of each."""
     single = torch.float32
     yield (Workload(LONE, "other", single, ((1,), (1,)), torch.add),)
     yield (Workload(LAYER, "other", single, _layer_shapes(8, 16), _layer, gradients=True),)
@@ -56,7 +57,7 @@ def ladders(dtypes: Sequence[torch.dtype], most: int | None = None) -> Iterator[
 def _products(
     x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, gradient: torch.Tensor
 ) -> None:
-    """The three of a linear layer: forward, and the gradients of its input and of its weight."""
+    """The three products of a linear layer: forward, and the gradients of input and weight."""
     torch.mm(x, weight.T)
     torch.mm(gradient, weight)
     torch.mm(gradient.T, y)
@@ -72,7 +73,7 @@ def _convolution(image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _norm_backward(gradient: torch.Tensor, x: torch.Tensor) -> None:
     weight = x[0]
-    # a norm keeps its statistics in another dtype on some devices: ask a short one
+    # the dtype of a norm's statistics depends on the device: found with a short one
     (_, mean, _) = aten.native_layer_norm(x[:1], [ROW], weight, weight, 1e-5)
     rows = x[:, :1].to(mean.dtype).contiguous()
     aten.native_layer_norm_backward(
@@ -80,8 +81,8 @@ def _norm_backward(gradient: torch.Tensor, x: torch.Tensor) -> None:
     )
 
 
-# The operators between the products of a model, called below autograd by the names that the cost
-# model sees; the number of operands of a shape.
+# The operators between the products of a model, called below autograd under the names in the cost
+# model, each with its number of operands.
 _OPERATORS: dict[str, tuple[int, Callable[..., Any]]] = {
     "aten.add.Tensor": (2, torch.add),
     "aten.mul.Tensor": (2, torch.mul),
@@ -114,7 +115,7 @@ def _layer_shapes(length: int, width: int) -> tuple[Shape, ...]:
 
 
 def _layer(x: torch.Tensor, scale: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """A layer so small that calling its kernels is all that it takes."""
+    """A layer so small that its time is that of calling its kernels."""
     into, out, up, down = weights
     width = x.shape[-1]
     heads = (*x.shape[:-1], 2, width // 2)

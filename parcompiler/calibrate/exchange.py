@@ -1,4 +1,4 @@
-"""Messages between ranks and collectives, timed when torchrun started several.
+"""Times messages between ranks and collectives, if torchrun started several.
 
 rank 0 ── link ── another of its node        all-reduce, all-gather, reduce-scatter, all-to-all
 rank 0 ─ network ─ one of another node       among the ranks of the first node
@@ -24,10 +24,10 @@ from parcompiler.spmd.conversions import BYTES, Action
 SIZES = tuple(4**n for n in range(5, 14))  # 1 KiB to 64 MiB
 TIMEOUT = datetime.timedelta(minutes=10)
 MESSAGE = "message"
-LEAST_SHARE = 1 / 10  # of the time: what remains of a collective without its latency
+LEAST_SHARE = 1 / 10  # of the time that must remain without the latency
 
 
-Step = Callable[[int, str], None]  # shows how many measurements are done, and which comes next
+Step = Callable[[int, str], None]  # shows the number of measurements done, and the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class RankExchange:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """Measured seconds of exchanges."""
+    """The measured seconds of exchanges."""
 
     seconds: tuple[tuple[RankExchange, float], ...] = ()
 
     def link(self, place: str) -> Link | None:
-        """The link of ranks in a node ("link") or of nodes ("network"); None where not measured.
+        """The link of ranks in a node ("link") or of nodes ("network"); None if not measured.
 
         The shortest message gives the latency, the longest the bandwidth.
         """
@@ -84,7 +84,7 @@ class ExchangeTimes:
 
 
 def exchanges(machine: Machine, most: int | None = None) -> Iterator[RankExchange]:
-    """All exchanges to measure among these ranks; at most `most` sizes of each, the smallest."""
+    """All exchanges to measure among these ranks; at most the `most` smallest sizes of each."""
     sizes = SIZES[:most]
     here = machine.ranks_per_node
     if here > 1:
@@ -103,7 +103,7 @@ def measure_exchanges(
     budget: float,
     step: Step,
 ) -> ExchangeTimes:
-    """Time what rank 0's journal does not have yet. Every rank calls this."""
+    """Time exchanges that are not in rank 0's journal. Every rank calls this."""
     times: list[tuple[RankExchange, float]] = []
     with _started(machine):
         known = [None if journal is None else journal.get(one.key) for one in wanted]
@@ -139,7 +139,7 @@ def _started(machine: Machine) -> Iterator[None]:
 def _seconds(
     exchange: RankExchange, machine: Machine, group: dist.ProcessGroup, budget: float
 ) -> float:
-    """The median time on rank 0, which decides how often all ranks call."""
+    """The median time on rank 0, which decides the number of calls of all ranks."""
 
     def agreed(seconds: float) -> float:
         shared = torch.tensor([seconds], dtype=torch.float64, device=machine.device)
@@ -156,7 +156,7 @@ def _seconds(
 def _call(
     exchange: RankExchange, machine: Machine, group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """The exchange as this rank takes part in it."""
+    """This rank's part of the exchange."""
     n = len(exchange.ranks)
     rows = max(1, exchange.nbytes // 4 // n)
     whole = torch.ones(rows * n, device=machine.device)
@@ -165,11 +165,11 @@ def _call(
         return lambda: dist.all_gather_single(whole, part, group=group)
     if exchange.action == "reduce-scatter":
         return lambda: dist.reduce_scatter_single(part, whole, group=group)
-    if exchange.action == "all-to-all":  # of pieces: each rank holds a part of the value
+    if exchange.action == "all-to-all":  # each rank holds a piece of the value
         mine, theirs = (torch.ones(max(1, rows // n) * n, device=machine.device) for _ in "ab")
         return lambda: dist.all_to_all_single(theirs, mine, group=group)
     if exchange.action == "all-reduce":
-        # an average of ones stays what it is, however often
+        # refilled with ones, so that repeated sums stay bounded
         return lambda: dist.all_reduce(whole.fill_(1.0), group=group)
     first, other = exchange.ranks
 

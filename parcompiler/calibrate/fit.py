@@ -1,7 +1,7 @@
 """Measured seconds -> the figures of a device.
 
-A kernel takes overhead + flops / (peak · fraction). The overhead of one kernel, called alone, is
-measured apart and taken off; the rest gives a rate. The peak of a dtype is the fastest rate (or the
+A kernel takes overhead + flops / (peak · fraction). The overhead of a single kernel is measured
+separately and subtracted; the rest gives a rate. The peak of a dtype is the fastest rate (or the
 vendor's, where the device is known), the fraction at a size is the rate there over the peak.
 """
 
@@ -21,12 +21,12 @@ from parcompiler.device import Device
 from parcompiler.efficiency import ANY, Curve, Efficiency
 
 KINDS = ("matmul", "attention", "convolution")
-LEAST_SHARE = 1 / 3  # of the time: what remains of shorter works is mostly noise of the overhead
+LEAST_SHARE = 1 / 3  # of the time that must remain without overhead; less is mostly noise
 
 
 @dataclass(frozen=True, slots=True)
 class WorkTime:
-    """A work, what the cost model counts, and the seconds that it took."""
+    """A workload, its counts in the cost model, and its seconds."""
 
     work: Workload
     counted: Counted
@@ -51,7 +51,8 @@ def fit(
     like: Device,
     nominal: bool,
 ) -> Device:
-    """The device; what was not measured is that of `like`. `nominal` takes its peaks as well."""
+    """The device; figures that were not measured are those of `like`. `nominal` takes its peaks as
+    well."""
     overheads = {one.work.name: one.seconds / one.counted.kernels for one in measured}
     lone = overheads.get(LONE, 0.0)
     rates = [rate for one in measured if (rate := _rate(one, lone)) is not None]
@@ -60,7 +61,7 @@ def fit(
     peaks = _peaks(arithmetic, like, nominal)
     bandwidth = like.memory_bandwidth
     if copies:
-        longest = max(copies, key=lambda rate: rate.size).rate  # which no cache holds
+        longest = max(copies, key=lambda rate: rate.size).rate  # beyond all caches
         bandwidth = max(longest, bandwidth) if nominal else longest
     efficiency = _efficiency(arithmetic, copies, peaks, bandwidth, like.efficiency)
     link = exchanged.link("link") or like.link
@@ -84,7 +85,7 @@ def fit(
 
 
 def _rate(one: WorkTime, lone: float) -> Rate | None:
-    """The rate without the overhead; None where the overhead is most of the time."""
+    """The rate without the overhead; None if the overhead dominates."""
     if one.work.name in (LONE, LAYER):
         return None
     net = one.seconds - lone * one.counted.kernels
@@ -96,7 +97,7 @@ def _rate(one: WorkTime, lone: float) -> Rate | None:
 
 
 def _peaks(rates: Sequence[Rate], like: Device, nominal: bool) -> dict[str, float]:
-    """The peak by dtype: the fastest of all; that of `like` where nothing was measured."""
+    """The peak by dtype: the fastest rate; that of `like` if nothing was measured."""
     peaks: dict[str, float] = {}
     for rate in rates:
         peaks[rate.dtype] = max(peaks.get(rate.dtype, 0.0), rate.rate)
@@ -113,7 +114,8 @@ def _efficiency(
     bandwidth: float,
     like: Efficiency,
 ) -> Efficiency:
-    """Fractions of the peaks: curves by size, and of each kind what the largest size reaches."""
+    """Fractions of the peaks: curves by size, and for each kind the fraction at the largest
+    size."""
     shares = [dataclasses.replace(rate, rate=rate.rate / peaks[rate.dtype]) for rate in rates]
     kinds = sorted({(rate.kind, rate.dtype) for rate in shares})
     curves = [
@@ -139,7 +141,7 @@ def _points(rates: Iterable[Rate]) -> tuple[tuple[float, float], ...]:
 
 
 def _others(curves: Sequence[Curve]) -> list[Curve]:
-    """Curves for operators without one of their own: the medians of those that have one."""
+    """Curves for operators without their own: medians of the others' curves."""
     others = []
     for dtype in sorted({curve.dtype for curve in curves}):
         operators = [c for c in curves if c.dtype == dtype and c.kind.startswith("aten.")]
@@ -153,7 +155,7 @@ def _others(curves: Sequence[Curve]) -> list[Curve]:
 def _sources(
     device: Device, like: Device, machine: Machine, rates: Sequence[Rate], exchanged: ExchangeTimes
 ) -> tuple[tuple[str, str], ...]:
-    """Where each figure comes from: measured here, or that of `like`."""
+    """The source of each figure: measured here, or that of `like`."""
     here = f"measured on {machine.label}"
     kept = dict(like.sources)
     dtypes, kinds = {rate.dtype for rate in rates}, {rate.kind for rate in rates}

@@ -1,8 +1,8 @@
-"""What has been measured, kept line by line as it comes: an interrupted run loses nothing.
+"""Measurements on disk, line by line as they are made: an interrupted run loses nothing.
 
     {"machine": "…", "seconds": 0.0021, "work": "matmul float32 512x512 512x512"}
 
-Lines of other machines stay and are not used; a line that was cut off by an interruption is none.
+Lines of other machines are kept but not used; a line cut off by an interruption is ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Journal:
     """The measurements of one machine in a file."""
 
     def __init__(self, path: Path, machine: str, *, fresh: bool = False) -> None:
-        """Read what is there; `fresh` forgets it. Raises InputError when it cannot be read."""
+        """Read the file; `fresh` forgets its measurements. Raises InputError when it cannot be
+        read."""
         self.path, self.machine = path, machine
         self._seconds: dict[str, float] = {}
         try:
@@ -34,7 +35,7 @@ class Journal:
         self._torn = bool(text) and not text.endswith("\n")
 
     def get(self, work: str) -> float | None:
-        """The seconds of a work; None where it was not measured."""
+        """The seconds of a workload; None if not measured."""
         return self._seconds.get(work)
 
     def __len__(self) -> int:
@@ -42,7 +43,7 @@ class Journal:
         return len(self._seconds)
 
     def add(self, work: str, seconds: float) -> None:
-        """Keep a measurement, on the disk before this returns."""
+        """Add a measurement; it is on disk when this returns."""
         line = {"machine": self.machine, "work": work, "seconds": seconds}
         with self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.write("\n" * self._torn + json.dumps(line, sort_keys=True) + "\n")

@@ -19,10 +19,10 @@ CAPTURED = 0.002  # s of calls in one graph
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One rank's share of a machine.
+    """A machine, as seen by one rank.
 
-    `kind` is "cpu" or "cuda", `model` what the vendor calls the device, `memory` in bytes.
-    `ranks` of this run, of which this is number `rank`, sit on nodes of `ranks_per_node` each.
+    `kind` is "cpu" or "cuda", `model` the vendor's name of the device, `memory` in bytes. The run
+    has `ranks` ranks, of which this is number `rank`, on nodes with `ranks_per_node` each.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Machine:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         index = int(os.environ.get("LOCAL_RANK", "0"))
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", index)
 
@@ -52,7 +52,8 @@ class Machine:
         return f"{self.label}, ranks: {self.ranks}, on a node: {self.ranks_per_node}"
 
     def clock(self) -> float:
-        """The time in s; of one thread of a CPU only what it runs, whatever else the CPU does."""
+        """The time in s; for one thread of a CPU, the time that it runs, whatever else the CPU
+        does."""
         one_thread = self.kind == "cpu" and self.threads == 1
         return time.thread_time() if one_thread else time.perf_counter()
 
@@ -62,16 +63,16 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def repeated(self, call: Callable[[], object]) -> tuple[Callable[[], object], int]:
-        """What to time, and how often it makes `call`.
+        """A function to time, and how often it makes `call`.
 
-        On CUDA a graph of many calls, so that what small kernels take is not what launching them
-        takes: the host of a training step launches ahead.
+        On CUDA it is a graph of many calls, so that small kernels are timed without launches: in a
+        training step the host launches ahead.
         """
         if self.kind != "cuda":
             return call, 1
         main, beside = torch.cuda.current_stream(self.device), _capture_stream(self.device)
         beside.wait_stream(main)
-        with torch.cuda.stream(beside):  # as captures want it: libraries allocate before
+        with torch.cuda.stream(beside):  # captures require that libraries have allocated before
             for _ in range(WARM):
                 call()
         self.synchronize()
@@ -89,7 +90,7 @@ class Machine:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps a workspace for each stream that it ran on."""
+    """One stream for all captures: cuBLAS keeps a workspace for each stream it runs on."""
     return torch.cuda.Stream(device)
 
 
@@ -120,7 +121,7 @@ def cores() -> int:
 
 
 def _ram() -> int:
-    """The memory of the machine in bytes; 16 GB where the system does not tell."""
+    """The memory of the machine in bytes; 16 GB if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

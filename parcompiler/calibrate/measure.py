@@ -2,7 +2,7 @@
 
 operators alone        rank 0      products, attention, convolutions, copies, small operators
 messages               all ranks   when torchrun started several
-      │ each kept as it comes, beside the output
+      │ each saved at once, beside the output
       ▼
 fit: overhead, peaks, fractions by size, links  ──►  device.json
 """
@@ -42,8 +42,8 @@ from parcompiler.errors import InputError
 
 DTYPES = ("float32", "float64", "bfloat16")
 CUDA_DTYPES = (*DTYPES, "float16")  # a CPU has no kernels for it and would take minutes
-LARGEST = 1 / 8  # of the memory: operands of a work
-PATIENCE = 3  # times the seconds of a measurement: one call
+LARGEST = 1 / 8  # of the memory, for the operands of a workload
+PATIENCE = 3  # times the seconds of a measurement: limit of one call
 
 
 def calibrate(
@@ -62,14 +62,14 @@ def calibrate(
 
     Started by torchrun, every rank calls this: links and collectives are measured as well, the rank
     0 writes, the others return None. `name` is the device's name, `like` the device (a name, a path
-    or a `Device`) whose figures stand for what is not measured; `dtypes` are names such as
+    or a `Device`) whose figures are used for what is not measured; `dtypes` are names such as
     "bfloat16". On a CPU, operators run with `threads` threads: as many as a rank will have. Each
-    measurement takes about `seconds` s; at most `sizes` sizes of each kind are measured, the
-    smallest, or all whose calls take less than three times that time.
+    measurement takes about `seconds` s; at most the `sizes` smallest sizes of each kind are
+    measured, or all whose calls take less than three times that time.
 
-    Measurements are kept beside the output (`<output>.measurements.jsonl`): an interrupted run goes
-    on where it was, a second run on the same machine reuses them; `fresh` starts over. Raises
-    InputError, before anything is measured, for what it cannot do.
+    Measurements are kept beside the output (`<output>.measurements.jsonl`): an interrupted run
+    continues from them, a second run on the same machine reuses them; `fresh` starts over. Raises
+    InputError, before anything is measured, for impossible requests.
     """
     at_least_one("threads", threads)
     before = torch.get_num_threads()
@@ -99,7 +99,7 @@ def _measure(
     fresh: bool,
     progress: bool,
 ) -> tuple[list[WorkTime], ExchangeTimes]:
-    """Messages first, so that the other ranks are done and gone when rank 0 measures alone."""
+    """Measure messages first, so that the other ranks have ended when rank 0 measures alone."""
     first = machine.rank == 0
     fabric = Journal(request.journal, machine.fabric, fresh=fresh) if first else None
     journal = Journal(request.journal, machine.label) if first else None
@@ -124,10 +124,10 @@ def _measure(
 def _climb(
     ladder: Ladder, machine: Machine, journal: Journal, budget: float, step: Step, done: int
 ) -> Iterator[WorkTime]:
-    """Time the works of a ladder, from the smallest; what is in the journal is taken from there.
+    """Time the workloads of a ladder, from the smallest on, or take their times from the journal.
 
-    The ladder ends where one call would take, by the work below, too many times the `budget` of a
-    measurement (s), or where the operands would fill the memory.
+    The ladder ends when one call, extrapolated from the previous size, would take more than
+    `PATIENCE` times the `budget` of a measurement (s), or when the operands would fill the memory.
     """
     before: WorkTime | None = None
     for number, work in enumerate(ladder, done):
@@ -162,14 +162,14 @@ def _bar(total: int, wanted: bool) -> Iterator[Step]:
         TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    # standard output stays that of the program: what is printed there may go into a pipe
+    # leave standard output to the program, as it may go into a pipe
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as shown:
         task = shown.add_task("", total=total)
         yield lambda done, next_work: shown.update(task, completed=done, description=next_work)
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file at once, so that an interruption leaves the old one or the new one."""
+    """Replace a file atomically, so that an interruption leaves the old one or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8", newline="\n")
@@ -193,7 +193,7 @@ class CalibrationRequest:
 
     @property
     def journal(self) -> Path:
-        """Where the measurements are kept, beside the output."""
+        """The file of the measurements, beside the output."""
         return self.output.with_name(f"{self.output.name}.measurements.jsonl")
 
 
@@ -212,7 +212,7 @@ def checked(
     if not number or not 0 < seconds < math.inf:
         message = f"the seconds of a measurement must be a number above 0 ({seconds!r} given)"
         raise InputError(message)
-    if machine.rank == 0:  # the one that writes
+    if machine.rank == 0:  # only rank 0 writes
         check_writable(Path(output))
     return CalibrationRequest(
         output=Path(output),
@@ -225,16 +225,16 @@ def checked(
 
 
 def at_least_one(what: str, number: int) -> None:
-    """Raise InputError for what is no number of `what`."""
+    """Raise InputError unless `number` is a positive number of `what`."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         message = f"the number of {what} must be at least 1 ({number!r} given)"
         raise InputError(message)
 
 
 def recognized(machine: Machine) -> str | None:
-    """The name of a GPU in the catalogue, from what its driver calls it; None for all others.
+    """The name of a GPU in the catalogue, from its name in the driver; None for all others.
 
-    The catalogue has boards with NVLink: cards of the same chip for PCIe are others.
+    The catalogue has boards with NVLink: PCIe cards with the same chip do not count.
     """
     if machine.kind != "cuda" or re.search(r"\b(PCIE|NVL)\b", machine.model, re.IGNORECASE):
         return None
@@ -249,7 +249,7 @@ def recognized(machine: Machine) -> str | None:
 def _basis(
     machine: Machine, known: str | None, like: str | PathLike[str] | Device | None
 ) -> Device:
-    """The device whose figures stand for those that are not measured."""
+    """The device whose figures are used for those that are not measured."""
     if like is None:
         like = "cpu" if machine.kind == "cpu" else known
     if like is None:
@@ -266,7 +266,7 @@ def _basis(
 
 
 def _named(machine: Machine, name: str | None, known: str | None) -> str:
-    """The name in the file. The runtime takes "cpu" and what begins with "cpu-" for a CPU."""
+    """The name in the file. The runtime takes "cpu" and names that begin with "cpu-" for a CPU."""
     if name is None:
         gpu = re.sub(r"[^a-z0-9]+", "-", machine.model.lower()).strip("-")
         return "cpu-measured" if machine.kind == "cpu" else f"{known or gpu}-measured"
@@ -285,9 +285,9 @@ def _named(machine: Machine, name: str | None, known: str | None) -> str:
 
 
 def _dtypes(machine: Machine, wanted: Sequence[str] | None) -> tuple[torch.dtype, ...]:
-    """The dtypes of those names; all that the device is made for where none are given.
+    """The dtypes of these names; by default all that the device supports well.
 
-    Other dtypes fall back to float32, and overheads are measured in it.
+    Other dtypes fall back to float32, in which overheads are measured too.
     """
     if wanted is None:
         wanted = DTYPES if machine.kind == "cpu" else CUDA_DTYPES

@@ -1,6 +1,7 @@
-"""Works that are timed: operators on tensors of some shapes, and what the cost model counts.
+"""Workloads that are timed: operators on tensors of some shapes, and their counts in the cost
+model.
 
-The time of a call is the median of samples, each of as many calls as make it long enough.
+The time of a call is the median of samples, each with enough calls to be long enough.
 
 >>> import torch
 >>> product = Workload("matmul", "matmul", torch.float32, ((4, 8), (8, 2)), torch.mm)
@@ -25,7 +26,7 @@ from parcompiler.cost.stand_in import stand_in
 
 Shape = tuple[int, ...]
 
-SAMPLE = 0.002  # s: a clock and a scheduler disturb shorter samples
+SAMPLE = 0.002  # s; shorter samples are disturbed by clock and scheduler
 FEWEST, MOST = 3, 25  # samples
 
 
@@ -45,7 +46,7 @@ class Workload:
     """`run` on fresh tensors of `shapes`; with `gradients` also the backward to all of them.
 
     `kind` is a kind of operation or the full name of an operator: the curve that this is a point
-    of.
+    on.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Workload:
         return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
-        """The operands, filled: zeros and denormal numbers run at other speeds."""
+        """The operands, with random values, as zeros and denormal numbers run at other speeds."""
         generator = torch.Generator(device).manual_seed(0)
         made = [
             torch.rand(shape, dtype=torch.float32, device=device, generator=generator)
@@ -108,12 +109,12 @@ def seconds_of(
 ) -> float:
     """The median time of `call` in s, from samples that take about `budget` s together.
 
-    A median forgets the samples that another process disturbed. `synchronize` waits for the
-    device, so that calls that only start work are timed to its end. A sample takes at least
-    `shortest` s, or `budget`. Where several ranks call together, `agreed` makes the time of a
-    sample the same on all, so that all call equally often.
+    A median ignores samples that another process disturbed. `synchronize` waits for the device, so
+    that calls that only start work are timed to its end. A sample takes at least `shortest` s, or
+    `budget`. If several ranks call together, `agreed` makes the time of a sample equal on all, so
+    that all call equally often.
 
-    >>> ticks = iter([0, 9, 9, 12, 12, 15])  # something disturbed the first sample
+    >>> ticks = iter([0, 9, 9, 12, 12, 15])  # the first sample was disturbed
     >>> seconds_of(lambda: None, 1.0, clock=lambda: next(ticks))
     3.0
     """
