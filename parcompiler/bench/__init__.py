@@ -1,8 +1,8 @@
-"""This machine as a bench: what measured `costs` run on it, beside blocks.
+"""Measurements on this machine for measured `costs`, besides those of blocks.
 
     passes of the vocabulary      on one rank's rows, by the runtime itself    (vocabulary.py)
     blocks with compiled layers   as the runtime compiles them                 (compiled.py)
-    what tensor ranks exchange    among processes that are busy between        (local.py, busy.py)
+    exchanges of tensor ranks     among processes that compute between them    (local.py, busy.py)
 
-Loading it loads nothing: `busy` is what the processes need.
+This file imports nothing, as the processes need only `busy`.
 """

@@ -20,9 +20,9 @@ Verb = Callable[[torch.Tensor], object]
 TIMEOUT = timedelta(minutes=5)
 WARM = 3  # rounds that are not counted: they allocate memory
 FEWEST, MOST = 12, 400
-SIDE = 128  # of the matrices whose products are the work: each takes less than 0.1 ms
-MATRICES = 128  # of them in turn: 8 MiB, so that the work goes through the caches
-COLUMNS = 128  # of the piece of a value, where it has as many
+SIDE = 128  # of the matrices that are multiplied: a product takes less than 0.1 ms
+MATRICES = 128  # used in turn: 8 MiB, more than caches hold
+COLUMNS = 128  # of the piece of a value, if it is large enough
 
 
 def measure(job: dict[str, Any]) -> None:
@@ -40,10 +40,10 @@ def measure(job: dict[str, Any]) -> None:
 
 
 def _round(work: Callable[[], None], value: torch.Tensor, verb: Verb) -> tuple[float, float]:
-    """Seconds in the collective, and the share of the processor in the work before."""
+    """Seconds in the collective, and the CPU share of the work before it."""
     start, processor = time.perf_counter(), time.thread_time()
     work()
-    value.fill_(1)  # the last operator has just left it in the cache
+    value.fill_(1)  # as if the last operator had left it in the cache
     processor, middle = time.thread_time() - processor, time.perf_counter()
     verb(value)
     return time.perf_counter() - middle, processor / (middle - start)
@@ -85,7 +85,7 @@ def _called(job: dict[str, Any], axis: Axis) -> tuple[torch.Tensor, Verb]:
 
 
 def _rotations(axis: Axis, piece: torch.Tensor) -> torch.Tensor:
-    """All pieces past this rank, as in attention around a ring."""
+    """Pass all pieces round, as in ring attention."""
     row = piece.view(-1)
     for _ in range(axis.size - 1):
         row = axis.rotated(row)

@@ -39,17 +39,17 @@ class CompiledBlock:
         call.templates.append(template)
 
     def forward(self) -> Any:
-        """What the block gives."""
+        """The outputs of the block."""
         with torch.enable_grad():
             return self._layer(*self._layer.arguments())
 
     def backward(self, outputs: Any) -> None:
-        """Run the backward of that; gradients add up in the parameters."""
+        """Run the backward of `outputs`; gradients accumulate in the parameters."""
         self.block.backward(outputs)
 
 
 class _BlockLayer(Layer):
-    """The nodes of a block as a layer; what it reads of the model is its own."""
+    """The nodes of a block as a layer that owns the tensors of the model that it reads."""
 
     def __init__(self, block: TimedBlock) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _BlockLayer(Layer):
                 self.register_buffer(f"tensor_{k}", value)
 
     def arguments(self) -> list[torch.Tensor]:
-        """What it is given for a micro-batch."""
+        """The block's inputs for a micro-batch."""
         return [*tensors_of([*self._block.values_received().values()])]
 
     def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,12 +1,12 @@
-"""A device of this machine as the bench of a compilation, and what tensor ranks exchange on it.
+"""Measures blocks, and exchanges of tensor ranks, on a device of this machine.
 
     rank 0   work ──────── exchange ┄┄┄ work ────────── exchange ┄
     rank 1   work ────────── exchange ┄ work ──────── exchange ┄┄┄
 
-Ranks that come to it in the middle of a step have been computing: the values are wherever the last
-operator left them, the threads of the backend are asleep, and nobody comes at the same moment as
-the others. So a collective takes longer than between ranks that do nothing else, and what it takes
-is the mean over the ranks of how long each is in it.
+Ranks reach a collective in the middle of a step: values are where the last operator left them, the
+threads of the backend are asleep, and ranks do not arrive at the same moment. So a collective takes
+longer than between ranks that do nothing else. Its time is the mean over the ranks of the time that
+each spends in it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from parcompiler.graph import Graph
 from parcompiler.plan import VocabularyTime
 from parcompiler.verification.pool import PATIENCE, pool
 
-SECONDS = 1.5  # of measuring one exchange, if nobody else needs the cores
-LEAST = 0.95  # of the time of its work a rank had the processor, or others disturbed the round
-ENOUGH = 6  # rounds that nobody disturbed
-TRIES = 3  # to have as many
+SECONDS = 1.5  # for measuring one exchange, if the cores are idle
+LEAST = 0.95  # CPU share in the work; with less, others disturbed the round
+ENOUGH = 6  # undisturbed rounds
+TRIES = 3  # to get ENOUGH rounds
 LONGEST = 0.05  # of the rounds: the longest are left out
-BETWEEN = 1e-4, 0.25  # s of work between two collectives: as short and as long as is measured
+BETWEEN = 1e-4, 0.25  # s of work between two collectives: limits of what is measured
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class WaitQuery(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Seconds that a rank was in the collective, and its share of the processor before."""
+    """Seconds of a rank in the collective, and its CPU share in the work before."""
 
     wait: float
     share: float
@@ -82,8 +82,8 @@ class LocalBench:
     def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
         """Seconds that a tensor rank spends in `exchanges`, computing for `between` s before each.
 
-        None where so many ranks cannot be busy at once here: on a GPU, with fewer cores, and where
-        others use them. Raises LaunchError where the processes cannot be started.
+        None if that many ranks cannot compute at once here: on a GPU, with fewer cores, or when
+        others use the cores. Raises LaunchError if the processes cannot be started.
         """
         if self.device.type != "cpu" or any(one.ranks > cores() for one in exchanges):
             return None
@@ -101,7 +101,7 @@ class LocalBench:
     def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
         """The times of the passes on one of `ranks` ranks that share the graph's vocabulary.
 
-        Raises whatever an operator raises that cannot run here.
+        Raises the error of an operator that cannot run here.
         """
         assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
         head, lookups = graph.vocabulary.head, graph.vocabulary.lookups
@@ -113,7 +113,8 @@ class LocalBench:
 
 
 def query_of(exchange: Operation, between: float) -> WaitQuery:
-    """The query for an exchange; the work before it is a power of two, to measure less often.
+    """The query for an exchange; the work before it is rounded to a power of two (s), so that fewer
+    queries differ.
 
     >>> import torch
     >>> sent = Operation("all-reduce", "exchange", 0.0, 1024.0, torch.float32, 2)
@@ -132,9 +133,9 @@ def query_of(exchange: Operation, between: float) -> WaitQuery:
 
 
 def wait_of(query: WaitQuery) -> float | None:
-    """Seconds of one collective; None, and a warning, where others leave no cores for it.
+    """Seconds of one collective; None, with a warning, if other processes keep the cores busy.
 
-    Raises LaunchError where the processes cannot be started.
+    Raises LaunchError if the processes cannot be started.
     """
     for _ in range(TRIES):
         seconds = typical(rounds_of(query))
@@ -155,7 +156,7 @@ def rounds_of(query: WaitQuery, seconds: float = SECONDS) -> list[list[Round]]:
 
 
 def typical(ranks: Sequence[Sequence[Round]]) -> float | None:
-    """The mean over ranks and undisturbed rounds, without the longest; None of a few rounds.
+    """The mean over ranks and undisturbed rounds, without the longest; None if there are too few.
 
     >>> quiet, disturbed = [Round(1.0, 1.0), Round(3.0, 0.99)], [Round(90.0, 0.5)]
     >>> typical([3 * quiet + disturbed] * 2), typical([quiet + 9 * disturbed] * 2)

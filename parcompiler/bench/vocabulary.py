@@ -30,10 +30,10 @@ SPREAD = 0.02  # the standard deviation of weights
 def time_passes(
     graph: Graph, ranks: int, method: str, device: torch.device, *, fused: bool = False
 ) -> VocabularyTime:
-    """The medians in s of a micro-batch, for all embeddings together; `fused` compiles what is done
-    to logits.
+    """The medians in s of a micro-batch, for all embeddings together; `fused` compiles the
+    operations on logits.
 
-    Raises whatever an operator raises that cannot run on the device.
+    Raises the error of an operator that cannot run on the device.
     """
     assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
     data = RandomData(graph, ranks, device)
@@ -48,7 +48,7 @@ def time_passes(
     return VocabularyTime(
         method=method,
         s=s,
-        normalize=normalize if method in ASKS_FIRST else 0.0,  # the others have no such pass
+        normalize=normalize if method in ASKS_FIRST else 0.0,  # other methods have no such pass
         t=t,
         embed=embed,
         embed_backward=embed_backward,
@@ -72,7 +72,7 @@ class RandomData:
         return nn.Parameter(filled.to(self.device, tensor.dtype), requires_grad=tensor.trainable)
 
     def values(self, node: fx.Node) -> torch.Tensor:
-        """A tensor like that of a node."""
+        """A random tensor with a node's shape and dtype."""
         like = node.meta["val"]
         shape = [int(size) for size in like.shape]
         return torch.randn(shape, generator=self.generator).to(self.device, like.dtype)
@@ -115,7 +115,7 @@ class HeadPasses:
         return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
     def _s(self) -> passes.HeadLogits:
-        """S; vocab-2 makes its part of the gradient of x before T, and that counts here."""
+        """S, including vocab-2's part of the gradient of x, which comes before T."""
         labels = passes.labels_of(self.head, self.targets)
         part = passes.products(self.head, self.x, labels, self.room)
         if self.asks:
@@ -167,7 +167,7 @@ class LookupPasses:
 
 
 def _vocabulary(data: RandomData, head: VocabularyHead) -> Vocabulary:
-    """The class that an exported folder has for a vocabulary, for the head alone."""
+    """The emitted class of a vocabulary, for the head alone."""
     classes = data.graph.by_name[head.weight].shape[0]
     names = {"weight": head.weight, "bias": head.bias, "class_weight": head.class_weight}
     runtime_head = Head(
@@ -191,7 +191,7 @@ def _vocabulary(data: RandomData, head: VocabularyHead) -> Vocabulary:
 
 
 def function_of(graph: fx.Graph) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The small graph of what stands between product and loss."""
+    """The small graph between product and loss as a function."""
     module = fx.GraphModule(nn.Module(), graph)
 
     def logits(y: torch.Tensor) -> torch.Tensor:
