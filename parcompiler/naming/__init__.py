@@ -1,1 +1,1 @@
-"""What the values of a forward are called: the names that emitted code assigns, and until when."""
+"""Names of the values of a forward in emitted code, and how long they are in use."""

@@ -1,4 +1,4 @@
-"""What a local variable should be called: names from the user's source come first.
+"""Chooses names of local variables, preferring names from the user's source.
 
     x = self.dropout(self.attention(x))       source
     attention = F.linear(y, ...)              the module that the value leaves
@@ -10,8 +10,8 @@ A captured node remembers the stack of calls that made it, each with its line:
     model.py   qkv = self.qkv(x).view(batch, sequence, heads, -1)
     torch      return F.linear(input, self.weight, self.bias)
 
-The value of this `linear` is not what the second line assigns, since a `view` of the same line
-follows; but it leads to it.
+The value of this `linear` is not assigned by the second line, since a `view` of the same line
+follows; but it leads to the assigned value.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from parcompiler.capture.templates import identifier
 from parcompiler.spmd.runtime_call import is_conversion
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
-_FAR = 16  # operators of one line that are looked through
+_FAR = 16  # operators of one line to follow
 
-# Operators whose result is their operand in another form: it may keep the name.
+# Operators that reshape or convert their operand: the result may keep its name.
 FORMS = frozenset(
     "view reshape transpose permute unsqueeze squeeze expand flatten unflatten contiguous to t "
     "_unsafe_view clone".split()
 )
 
 
-# Operators whose names mean something else to Python, or little to a reader.
+# Operators whose names mean something else in Python, or little to a reader.
 _SPOKEN = (
     "__and__:both __or__:either abs:magnitude add:total all:every any:found "
     "bitwise_and:both bitwise_not:inverse bitwise_or:either cat:joined chunk:chunks "
@@ -57,7 +57,7 @@ _WORDS = {name: word for name, _, word in (pair.partition(":") for pair in _SPOK
 
 
 class Frame(NamedTuple):
-    """One call on the stack: where it stands and the text of its line."""
+    """One call on the stack: its place and the text of its line."""
 
     file: str
     line: int
@@ -71,20 +71,20 @@ class Frame(NamedTuple):
 
 
 class _Assignment(NamedTuple):
-    """A variable, and the number of outer frames up to the statement that assigns it."""
+    """A variable, and the depth of the stack at the statement that assigns it."""
 
     name: str
     depth: int
 
 
 def frames(node: fx.Node) -> tuple[Frame, ...]:
-    """The calls around a node, outermost first; none when it was made otherwise."""
+    """The calls around a node, outermost first; empty if it was not traced."""
     return _frames(node.meta.get("stack_trace") or "")
 
 
 @lru_cache(maxsize=4096)
 def _frames(trace: str) -> tuple[Frame, ...]:
-    """The frames of a stack trace, without that of our own wrapper of the model."""
+    """The frames of a stack trace, without that of our wrapper of the model."""
     frames: list[Frame] = []
     for line in trace.splitlines():
         match = _FRAME.fullmatch(line.strip())
@@ -98,16 +98,16 @@ def _frames(trace: str) -> tuple[Frame, ...]:
 def assigned_name(node: fx.Node) -> str | None:
     """The variable that the user's source assigns this node's value to, if a line shows one.
 
-    `q, k, v = x.split(n)` names the three pieces, `h = self.norm(x)` what the norm returns.
+    `q, k, v = x.split(n)` names the three pieces, `h = self.norm(x)` the result of the norm.
     """
     assignment = _assignment(node)
     return None if assignment is None else assignment.name
 
 
 def chained_name(node: fx.Node) -> str | None:
-    """The variable of the line that a node's value is the beginning of.
+    """The variable that a line assigns after more operators on a node's value.
 
-    In `h = self.norm(x).relu()` the value of the norm goes on into `h`.
+    In `h = self.norm(x).relu()` the value of the norm leads to `h`.
     """
     first = node
     for _ in range(_FAR):
@@ -122,7 +122,7 @@ def chained_name(node: fx.Node) -> str | None:
 
 
 def module_name(node: fx.Node) -> str | None:
-    """The name of the module that a node's value leaves, if it has one of its own."""
+    """The name of the module whose result a node is, if it has one."""
     stack = steps(node)
     if not stack or any(steps(user)[: len(stack)] == stack for user in node.users):
         return None
@@ -131,7 +131,7 @@ def module_name(node: fx.Node) -> str | None:
 
 
 def spoken_name(node: fx.Node) -> str | None:
-    """What a person would call a node's value: by its variable, or by the module it leaves."""
+    """The natural name of a node's value: its variable, or the module whose result it is."""
     return assigned_name(node) or chained_name(node) or module_name(node)
 
 
@@ -139,7 +139,7 @@ def _assignment(node: fx.Node) -> _Assignment | None:
     """The innermost statement that assigns a node's value to a variable."""
     trace = frames(node)
     for depth in range(len(trace), 0, -1):
-        # What uses the value, in the graph or in that which it was made from.
+        # Readers of the value, in this graph or in the one it was rewritten from.
         readers = (*node.users, *node.meta.get("readers", ()))
         if any(_shares(user, node, depth) for user in readers):
             return None  # the value is used within the line
@@ -154,7 +154,7 @@ def _assignment(node: fx.Node) -> _Assignment | None:
 
 @lru_cache(maxsize=4096)
 def _assigned(text: str) -> ast.expr | None:
-    """What a line assigns to, if it is an assignment."""
+    """The target of a line, if it is an assignment."""
     left, equals, right = text.partition(" = ")
     if not equals or right.startswith("="):
         return None
@@ -180,7 +180,8 @@ def _target(text: str, node: fx.Node, depth: int) -> str | None:
 
 
 def _kept_name(node: fx.Node, depth: int, target: ast.Tuple) -> str | None:
-    """In `q, k = rotated(q, k)` the variable that a value is made from, if it is assigned again."""
+    """In `q, k = rotated(q, k)`, the variable that a value is computed from, if it is
+    reassigned."""
     first = node
     for _ in range(_FAR):
         before = _receiver(node)
@@ -195,9 +196,9 @@ def _kept_name(node: fx.Node, depth: int, target: ast.Tuple) -> str | None:
 
 
 def _shares(node: fx.Node, other: fx.Node, depth: int) -> bool:
-    """Whether two nodes come from the same run of a statement, that of the frame at `depth`.
+    """Whether two nodes come from the same execution of a statement, in the frame at `depth`.
 
-    A layer that is called twice runs the same lines, but in another call of the module.
+    A layer that is called twice executes the same lines in different calls of the module.
     """
     trace = frames(node)[:depth]
     inside = max(0, sum(frame.function == "forward" for frame in trace) - 1)
@@ -205,12 +206,12 @@ def _shares(node: fx.Node, other: fx.Node, depth: int) -> bool:
 
 
 def _receiver(node: fx.Node) -> fx.Node | None:
-    """The value that an operator works on: its first operand that is no parameter or input."""
+    """The main operand of an operator: the first that is no parameter or input."""
     return next((item for item in node.all_input_nodes if item.op != "placeholder"), None)
 
 
 def _is_alike(following: fx.Node, node: fx.Node) -> bool:
-    """Whether a value may have the name of the one that is made from it: a loss is no `logits`."""
+    """Whether a value may share the name of one computed from it: a loss is no `logits`."""
     after, before = following.meta.get("val"), node.meta.get("val")
     if not isinstance(after, torch.Tensor) or not isinstance(before, torch.Tensor):
         return False
@@ -219,14 +220,14 @@ def _is_alike(following: fx.Node, node: fx.Node) -> bool:
 
 
 def candidate_names(node: fx.Node, operand: str | None, index: int | None = None) -> Iterator[str]:
-    """Names for a node's value, best first; `operand` is what its first operand is called.
+    """Names for a node's value, best first; `operand` is the name of its first operand.
 
-    A part of a tuple is given its `index`, and the operand that the tuple was made from. The last
-    name takes a number when none is free.
+    For a part of a tuple `index` is given, and the operand of the tuple. The last name takes a
+    number if none is free.
     """
     assigned = assigned_name(node)
     if operand is not None and is_conversion(node):
-        yield operand  # the same value, held in another way
+        yield operand  # the same value in another placement
     if assigned is not None:
         yield assigned
     if operand is not None and index is not None:
@@ -238,7 +239,7 @@ def candidate_names(node: fx.Node, operand: str | None, index: int | None = None
         yield operand
     if assigned is not None:
         yield assigned
-    else:  # a word for what the operator returns
+    else:  # a word for the operator's result
         name = overload_name(node) or getattr(node.target, "__name__", "item")
         word = _WORDS.get(name) or _WORDS.get(name.rstrip("_")) or name.strip("_")
         yield identifier(word)

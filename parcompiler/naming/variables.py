@@ -1,11 +1,11 @@
 """The local variables of an emitted forward: its arguments, and the names that its lines assign.
 
-A name is free again once the value that has it is not needed any more. Until then, or to the end
-of the forward, the variable keeps the value alive, which is why costs ask for these names too:
+A name is free again once its value is no longer needed. Until it is reassigned, or to the end of
+the forward, the variable keeps the value alive, so memory costs depend on these names too:
 
     y = F.rms_norm(x, ...)
     q = runtime.linear(y, ...)      reads y the last time
-    y = F.scaled_dot_product(...)   the first y is gone once this has run
+    y = F.scaled_dot_product(...)   frees the first y
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from parcompiler.spmd.runtime_call import is_conversion
 def argument_names(
     graph: Graph, instances: Sequence[Sequence[fx.Node]], variables: Mapping[fx.Node, str]
 ) -> dict[fx.Node, str]:
-    """Names of the arguments of a layer's forward: what the source mostly calls their values.
+    """Names of the arguments of a layer's forward: the most frequent names in the source.
 
     `instances` are the inputs of each layer that runs the forward; those of the first are named.
-    `variables` has the names of values outside. That of a layer's result names the layer: no name
-    for an argument.
+    `variables` has the names of values outside; that of a layer's result names the layer, and is
+    not used for an argument.
     """
 
     def wish(node: fx.Node) -> str:
@@ -54,9 +54,10 @@ def argument_names(
 def overwritten(
     nodes: Sequence[fx.Node], arguments: Mapping[fx.Node, str], outputs: Sequence[fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """By node of a block, those whose variables its line takes: nothing has their values then.
+    """For each node of a block, the nodes whose variables its line reassigns, which frees their
+    values.
 
-    `arguments` are the names of its inputs, `outputs` is what it returns. Every node is taken to
+    `arguments` are the names of the block's inputs, `outputs` its results. Every node is assumed to
     have a line.
 
     >>> graph = fx.Graph()
@@ -82,7 +83,7 @@ def overwritten(
             continue
         for name in names:
             ended[node] += values.pop(name, ())
-        for item in {node: None, **node.users}:  # a tuple has no name, but its parts
+        for item in {node: None, **node.users}:  # parts of a tuple have names, it has none
             if item in variables.names and item not in placed:
                 values[variables.names[item]].append(item)
                 placed.add(item)
@@ -92,9 +93,9 @@ def overwritten(
 class Variables:
     """Names the nodes of a forward in order.
 
-    `operands` names what is there before; `fixed` are names that no variable may take. `outputs`
-    live to the end, under a given name or one of their own. `same` are nodes that are not written,
-    each with the one that has its value.
+    `operands` names existing values; `fixed` are names that no variable may take. `outputs` live to
+    the end, under the given name if any. `same` maps nodes that are not written to one with the
+    same value.
     """
 
     def __init__(
@@ -115,12 +116,12 @@ class Variables:
         self._output_names = {node: name for node, name in outputs.items() if name is not None}
 
     def name(self, node: fx.Node) -> str:
-        """The text that stands for a node's value."""
+        """The expression for a node's value."""
         return self.names[self._same.get(node, node)]
 
     def assign(self, node: fx.Node) -> tuple[str, ...] | None:
-        """The names that a node's line assigns: several take a tuple apart; none where there is
-        nothing to assign. None where no line is needed: the tuple was taken apart already."""
+        """The names that a node's line assigns: several to unpack a tuple, () if there is nothing
+        to assign. None if no line is needed, as the tuple was unpacked already."""
         if node.target is operator.getitem and node in self.names:
             return None
         target = _updated(node)
@@ -135,11 +136,11 @@ class Variables:
         return (self.names[node],)
 
     def _reads(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The operands of a node, each as the node that is written for it."""
+        """The operands of a node, mapped by `same`."""
         return (self._same.get(operand, operand) for operand in node.all_input_nodes)
 
     def _pieces(self, node: fx.Node) -> dict[int, fx.Node]:
-        """The nodes that take a tuple apart, if that is all that is done with it."""
+        """The nodes that unpack a tuple, if those are its only users."""
         value = node.meta.get("val")
         users = list(node.users)
         if not isinstance(value, list | tuple) or self._last.get(node) == len(self.position):
@@ -162,12 +163,12 @@ class Variables:
                 yield self.names[piece]
 
     def _choose(self, node: fx.Node, now: int | None = None, index: int | None = None) -> str:
-        """A name for a value that is not still needed; a part of a tuple is given its `index`."""
+        """A free name for a value; `index` for a part of a tuple."""
         position = self.position[node] if now is None else now
         operand = next(self._reads(node if index is None else node.all_input_nodes[0]), None)
         text = self.names.get(operand, "") if operand is not None else ""
         if is_conversion(node):
-            text = text.removeprefix("self.")  # a tensor of the layer, held in another way
+            text = text.removeprefix("self.")  # a tensor of the layer in another placement
         candidates = list(candidate_names(node, text if text.isidentifier() else None, index))
         for candidate in candidates:
             if self._is_free(candidate, node, position):
@@ -176,7 +177,7 @@ class Variables:
         return next(name for name in numbered if self._is_free(name, node, position))
 
     def _is_free(self, name: str, node: fx.Node, position: int) -> bool:
-        """Whether a name may be given to `node`: nothing that is read later has it."""
+        """Whether `node` may have a name: no value that is read later has it."""
         if name in self._fixed:
             return False
         end = self._last.get(node, position)
