@@ -1,13 +1,13 @@
-"""Operators that run again in the backward, instead of their results being kept.
+"""Operators that run again in the backward, so that their results are not kept.
 
-    forward     gate ──► silu ──► y ──► product         gate is kept, and how y is made
+    forward     gate ──► silu ──► y ──► product         keeps gate, and the call that makes y
     backward    gate ──► silu ──► y ──► product' ──► dy ──► silu' ──► d gate
 
-Within `RunningAgain` what autograd saves of the memory of such a result is a `ResultView`, whoever
-saves it. The first that needs it back computes it, with its own graph, which the operator's
+Within `RunningAgain` any operator that saves such a result, or a view of it, saves a `ResultView`.
+The first use in the backward recomputes the result, with its own graph, which the operator's
 backward uses and frees. (Megatron-LM's `CheckpointWithoutOutput` does the same by emptying the
-result's memory.) Where a layer is compiled, the results of `again` are marked instead, and the
-compiler's backward computes them.
+result's memory.) In a compiled layer the results of `again` are marked instead, and the compiler's
+backward recomputes them.
 
 >>> x = torch.ones(3, requires_grad=True)
 >>> with RunningAgain():
@@ -39,11 +39,11 @@ _active: ContextVar[RunningAgain | None] = ContextVar("running again", default=N
 
 
 def again(operator: Operator, *operands: torch.Tensor) -> torch.Tensor:
-    """`operator(*operands)`, which may be a module; within `RunningAgain` a backward computes it
+    """`operator(*operands)`, which may be a module; within `RunningAgain` the backward computes it
     again.
 
-    The result is new memory, and nothing else changes: the operator draws no random numbers, and
-    nobody changes its operands or its result in place.
+    The result must be new memory, and the only effect: the operator draws no random numbers, and
+    operands and result are never changed in place.
     """
     scope = _active.get()
     if scope is None or not torch.is_grad_enabled():
@@ -59,7 +59,7 @@ def again(operator: Operator, *operands: torch.Tensor) -> torch.Tensor:
 
 
 def _with_weights(module: nn.Module, names: Sequence[str]) -> Operator:
-    """A module as a function of its operand and of its parameters."""
+    """A module as a function of its operand and its parameters."""
 
     def call(operand: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = functional_call(
@@ -72,8 +72,8 @@ def _with_weights(module: nn.Module, names: Sequence[str]) -> Operator:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Within it, operators that AOTAutograd traces are marked: its partitioner keeps none of their
-    results for the backward, and computes them there again."""
+    """In this context, operators that AOTAutograd traces are marked: its partitioner recomputes
+    their results in the backward."""
     traceback.current_meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     try:
         yield
@@ -83,7 +83,7 @@ def marked() -> Iterator[None]:
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Within it, nothing runs again."""
+    """In this context, nothing runs again."""
     token = _active.set(None)
     try:
         yield
@@ -92,7 +92,7 @@ def once() -> Iterator[None]:
 
 
 class RunningAgain(saved_tensors_hooks):
-    """Within it, results of `again` are not kept; `made` has the calls by the memory of these."""
+    """In this context, results of `again` are not kept; `made` maps their memory to the calls."""
 
     def __init__(self) -> None:
         super().__init__(self.pack, self.unpack)
@@ -108,30 +108,30 @@ class RunningAgain(saved_tensors_hooks):
         _active.reset(self._token)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """A place in a result that is computed again, or what `keep` makes of the tensor."""
+        """Pack a saved tensor: a view of a result to recompute, or the result of `keep`."""
         call = self.made.get(tensor.untyped_storage())
         if call is None or tensor.is_conj() or tensor.is_neg():
-            return self.keep(tensor.detach())  # an output would keep its own node, and so itself
+            return self.keep(tensor.detach())  # an output would keep its node, and so itself
         place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return ResultView(call, tensor.dtype, *place)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """The tensor of `pack`."""
+        """Inverse of `pack`."""
         return packed.tensor() if isinstance(packed, ResultView) else self.kept(packed)
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """What stands for a tensor that is kept."""
+        """Pack a tensor that is kept."""
         return tensor
 
     def kept(self, packed: Any) -> torch.Tensor:
-        """The tensor of `keep`."""
+        """Inverse of `keep`."""
         tensor: torch.Tensor = packed
         return tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ResultView:
-    """A view of the result of a call; of complex numbers perhaps their parts."""
+    """A view of the result of a call, perhaps as real and imaginary parts."""
 
     call: OperatorCall
     dtype: torch.dtype
@@ -151,17 +151,17 @@ class ResultView:
 
 
 class OperatorCall:
-    """One call of an operator, from its operands on."""
+    """One call of an operator, which can be repeated."""
 
     def __init__(self, operator: Operator, operands: Sequence[Any], scope: RunningAgain) -> None:
         self.operator, self._operands, self._scope = operator, operands, scope
         self.carries: Sequence[bool] = ()  # which operands have gradients
-        self._context = copy_context()  # autograd may run a backward in a thread of its own
+        self._context = copy_context()  # autograd may run a backward in another thread
         self._leaves: list[torch.Tensor] = []
         self._result: torch.Tensor | None = None
 
     def result(self) -> torch.Tensor:
-        """The result, computed again by the first who asks."""
+        """The result, recomputed on first use."""
         if self._result is None:
             for packed, carries in zip(self._operands, self.carries, strict=True):
                 leaf = self._scope.unpack(packed).detach()
@@ -183,7 +183,7 @@ class OperatorCall:
 
 
 class _Again(torch.autograd.Function):
-    """A call, of whose own graph nothing is kept."""
+    """A call whose own graph is not kept."""
 
     @staticmethod
     def forward(ctx: Any, call: OperatorCall, *operands: torch.Tensor) -> torch.Tensor:

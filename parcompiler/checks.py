@@ -1,6 +1,6 @@
-"""What `compile` refuses: arguments before anything is captured, and a plan that the user gives.
+"""Checks of `compile`: of arguments before the capture, and of a plan that the user gives.
 
-A plan must be made for this model and mesh, whole, and possible.
+A plan must be for this model and mesh, complete, and possible.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def check_types(mesh: object, loss: object, plan: object, passes: object) -> Non
 
 
 def _check_loss(loss: Callable[..., object]) -> None:
-    """Refuse a loss that is called with more than the outputs, as those of torch are."""
+    """Refuse a loss that needs more arguments than the outputs, as torch's losses do."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except ValueError:  # a function in C says nothing
+    except ValueError:  # a function in C has no signature
         return
     try:
         signature.bind(None)
@@ -80,7 +80,7 @@ def _check_loss(loss: Callable[..., object]) -> None:
 def check_options(
     mesh: Mesh | Cluster, model: nn.Module | None, options: Options, plan: Plan | None
 ) -> None:
-    """Refuse options that do not go together, or not with the mesh."""
+    """Refuse options that contradict each other or the mesh."""
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
     if isinstance(mesh, Mesh):
         check_mesh(mesh, model, options, plan)
@@ -100,8 +100,7 @@ def check_options(
 def check_mesh(
     mesh: Mesh, model: nn.Module | None, options: Options, plan: Plan | None = None
 ) -> None:
-    """Refuse a mesh, one of those that a search considers or the user's, that does not go with
-    options, model or plan."""
+    """Refuse a mesh, the user's or one from a search, that does not fit options, model or plan."""
     _check_axes(mesh, options)
     _check_size(mesh, options, plan)
     _check_order(mesh, options)
@@ -111,7 +110,7 @@ def check_mesh(
 
 
 def check_lowered(lowered: Lowered) -> None:
-    """Refuse what only the stages of a model show."""
+    """Refuse combinations that only the lowered stages reveal."""
     _check_hooks(lowered)
     _check_outputs(lowered)
     _check_token_mean(lowered)
@@ -121,7 +120,7 @@ def check_lowered(lowered: Lowered) -> None:
 
 
 def _check_hooks(lowered: Lowered) -> None:
-    """Refuse updates behind each backward where hooks change complete gradients."""
+    """Refuse updates after each backward if hooks change complete gradients."""
     if lowered.asynchronous and lowered.graph.hooks:
         message = (
             f"{min(lowered.graph.hooks)!r} has a hook, which runs once a step, and pipedream "
@@ -131,7 +130,7 @@ def _check_hooks(lowered: Lowered) -> None:
 
 
 def _check_ties(lowered: Lowered) -> None:
-    """Refuse copies of a parameter that are updated behind each backward, apart from each other."""
+    """Refuse copies of a parameter if each is updated separately after each backward."""
     if lowered.asynchronous and lowered.tied:
         item = lowered.tied[0]
         message = (
@@ -142,7 +141,7 @@ def _check_ties(lowered: Lowered) -> None:
 
 
 def _check_token_mean(lowered: Lowered) -> None:
-    """Refuse a mean over the tokens of a step where its ranks or micro-batches step alone."""
+    """Refuse a mean over the tokens of a step if ranks or micro-batches step separately."""
     alone = "schedule='pipedream'" if lowered.asynchronous else f"updates={lowered.updates.way!r}"
     if lowered.graph.counts is not None and (lowered.asynchronous or lowered.updates.separate):
         message = (
@@ -153,7 +152,7 @@ def _check_token_mean(lowered: Lowered) -> None:
 
 
 def _check_outputs(lowered: Lowered) -> None:
-    """Refuse outputs to keep that no layer makes, or of which context ranks make pieces."""
+    """Refuse kept outputs that no layer makes, or that context ranks make in pieces."""
     if lowered.graph.kept and lowered.context > 1:
         message = (
             f"outputs={sorted(lowered.graph.kept)}: predictions do not bring together the rows of "
@@ -172,7 +171,7 @@ def _check_outputs(lowered: Lowered) -> None:
 
 
 def _check_whole(mesh: Mesh, options: Options) -> None:
-    """Refuse pieces of matrices where the optimizer takes whole ones."""
+    """Refuse pieces of matrices if the optimizer needs whole ones."""
     pieces = f"tensor={mesh.tensor}" if mesh.tensor > 1 else f"vocabulary={options.vocabulary!r}"
     if options.optimizer in WHOLE and (mesh.tensor > 1 or options.vocabulary in METHODS):
         message = (
@@ -184,7 +183,7 @@ def _check_whole(mesh: Mesh, options: Options) -> None:
 
 
 def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
-    """Refuse ways of the data axis that mean nothing with the mesh, or with other options."""
+    """Refuse ways of the data axis that make no sense with the mesh, or with other options."""
     wanted = options.data_updates
     if wanted == ALL_REDUCE:
         return
@@ -205,7 +204,7 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
 
 
 def _check_updates_of_weights(lowered: Lowered) -> None:
-    """Refuse copies of parameters that drift apart as the forward itself updates them."""
+    """Refuse copies of parameters that would drift apart because the forward updates them."""
     graph, grid = lowered.graph, lowered.grid
     degrees = {"data": grid.batches, "context": grid.context}
     axes = [axis for axis, degree in degrees.items() if degree > 1]
@@ -236,7 +235,7 @@ def _drift(axes: Sequence[str]) -> str:
 
 
 def _follows_batch(graph: Graph, node: str) -> bool:
-    """Whether what forwards write into a parameter depends on the batch, or on random numbers."""
+    """Whether a forward's update of a parameter depends on the batch, or on random numbers."""
     effects = effects_of(graph)
     pending, seen = [graph.placeholders[node]], set[fx.Node]()
     while pending:
@@ -252,7 +251,7 @@ def _follows_batch(graph: Graph, node: str) -> bool:
 
 
 def _check_updates_of_model(lowered: Lowered) -> None:
-    """Refuse ways of the data axis that mean nothing for a model."""
+    """Refuse ways of the data axis that make no sense for the model."""
     updates, graph = lowered.updates, lowered.graph
     way = updates.way
     updated = [item.name for item in graph.parameters if item.mutated]
@@ -280,7 +279,7 @@ def _check_updates_of_model(lowered: Lowered) -> None:
 
 
 def _check_host(mesh: Mesh | Cluster, options: Options, plan: Plan | None) -> None:
-    """Refuse to offload from a device whose link to its host is not known."""
+    """Refuse to offload from a device whose host link is not known."""
     if options.recompute == "offload" or (plan is not None and plan.offload):
         for device in mesh.devices if isinstance(mesh, Mesh) else (mesh.hardware,):
             if device.host is None and not device.is_cpu:
@@ -293,7 +292,8 @@ def _check_host(mesh: Mesh | Cluster, options: Options, plan: Plan | None) -> No
 
 
 def _check_axes(mesh: Mesh, options: Options) -> None:
-    """Refuse what means nothing along the context and expert axes, or is not known there yet."""
+    """Refuse options that make no sense along the context and expert axes, or are not supported
+    there."""
     reason, wanted = "", options.data_updates
     if mesh.expert > 1 and (wanted.separate or wanted.rank):
         reason = (
@@ -316,7 +316,7 @@ def _check_axes(mesh: Mesh, options: Options) -> None:
 
 
 def _check_size(mesh: Mesh, options: Options, plan: Plan | None) -> None:
-    """Refuse a step of so many forwards that no plan of it could be made in minutes."""
+    """Refuse a step with so many forwards that planning would take too long."""
     each = max(options.virtual_stages, 1 if plan is None else plan.virtual_stages)
     passes = mesh.pipeline * each * options.microbatches
     if passes > MOST_PASSES:
@@ -329,7 +329,7 @@ def _check_size(mesh: Mesh, options: Options, plan: Plan | None) -> None:
 
 
 def _check_order(mesh: Mesh, options: Options) -> None:
-    """Refuse a schedule that cannot have these ranks, micro-batches or stages on a rank."""
+    """Refuse a schedule that is impossible for these ranks, micro-batches or stages per rank."""
     wanted, ranks = options.schedule, mesh.pipeline
     if isinstance(wanted, Schedule):
         if (wanted.ranks, wanted.microbatches) != (ranks, options.microbatches):
@@ -341,13 +341,13 @@ def _check_order(mesh: Mesh, options: Options) -> None:
         schedule = wanted
     elif wanted in SCHEDULES:
         virtual_stages = stages_per_rank(wanted, options.virtual_stages)
-        least = min(1, options.microbatches)  # as many as there are may be thousands
+        least = min(1, options.microbatches)  # there may be thousands of them
         schedule = build(wanted, ranks, least, virtual_stages)
     else:
         return
     _check_updates(mesh, schedule)
     if schedule.asynchronous and options.vocabulary in METHODS and ranks > 1:
-        spread(schedule, options.vocabulary)  # which refuses
+        spread(schedule, options.vocabulary)  # which refuses impossible ones
     if schedule.asynchronous and options.narrow is not None:
         message = (
             f"{schedule.name!r} updates parameters inside the step, and keeps no masters of them "
@@ -378,7 +378,7 @@ def _check_replicas(mesh: Mesh, model: nn.Module | None, plan: Plan | None) -> N
 
 
 def _degrees(of: Mapping[str, int]) -> str:
-    """Degrees of axes, as a mesh is written."""
+    """Degrees of axes in the form of a mesh's arguments."""
     return ", ".join(f"{axis}={number}" for axis, number in of.items())
 
 
@@ -435,7 +435,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 
 def _check_schedule(options: Options, plan: Plan) -> None:
-    """Refuse a plan with another schedule than was asked for."""
+    """Refuse a plan with another schedule than the options ask for."""
     schedule, wanted = trunk(plan), options.schedule
     if isinstance(wanted, Schedule):
         if schedule != wanted:
@@ -453,7 +453,7 @@ def _check_schedule(options: Options, plan: Plan) -> None:
 
 
 def _check_vocabulary(options: Options, plan: Plan) -> None:
-    """Refuse a plan with another method for the vocabulary than was asked for."""
+    """Refuse a plan with another vocabulary method than the options ask for."""
     choice = plan.vocabulary
     method = choice.method if choice else "whole"
     if method not in ("whole", *METHODS):
@@ -494,7 +494,7 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
 
 
 def _check_costs(problem: Problem, plan: Plan) -> None:
-    """Refuse measured times that are no seconds, or of other templates than this model's."""
+    """Refuse measured times that are no valid seconds, or not of this model's templates."""
     if plan.costs is None or granularity_of(plan) not in problem.levels:
         return
     if not problem.mesh.is_uniform:
@@ -510,7 +510,7 @@ def _check_costs(problem: Problem, plan: Plan) -> None:
 
 
 def _check_vocabulary_costs(plan: Plan) -> None:
-    """Refuse measured times of passes that are no seconds, or of another method than the plan's."""
+    """Refuse measured times of passes that are no valid seconds, or not of the plan's method."""
     costs = plan.vocabulary_costs
     if costs is None:
         return
@@ -534,7 +534,7 @@ def _check_seconds(costs: object, fields: Sequence[str], subject: str) -> None:
 
 
 def _check_recompute(problem: Problem, plan: Plan) -> None:
-    """Refuse a plan that recomputes what it cannot, or other blocks than was asked for."""
+    """Refuse a plan that recomputes impossible blocks, or other blocks than the options ask for."""
     priced, names = problem.priced(granularity_of(plan)), plan.recompute or ()
     known = [block.name for block in priced.cut.blocks]
     for name in names:

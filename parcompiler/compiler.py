@@ -1,4 +1,4 @@
-"""compile(): what may be asked of the compiler."""
+"""compile(), the entry of the compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.mesh import Cluster, Mesh
 
-if TYPE_CHECKING:  # importing the compiler takes a third of a second: when something is compiled
+if TYPE_CHECKING:  # importing the compiler takes 0.3 s: only in a call of `compile`
     from parcompiler.capture.inputs import Batch
     from parcompiler.graph import Graph
     from parcompiler.passes import Pass
@@ -27,11 +27,11 @@ GARBAGE_THRESHOLD = 50_000  # new objects between two collections
 
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
-    """Collect garbage rarely, unless the caller has switched that off or made it rarer still.
+    """Collect garbage rarely, unless the caller has switched collection off or made it rarer still.
 
-    A compiler makes objects by the million that live until it ends. The interpreter looks through
-    the young ones after every 700 of them, and finds next to nothing: that was a fifth of the time
-    of a plan for GPT-3. The threshold is not infinite: cycles of torch.export are still freed.
+    The compiler makes millions of objects that live to its end. By default the interpreter scans
+    the young ones after every 700, and frees next to nothing: a fifth of the time of a plan for
+    GPT-3. The threshold is not infinite, so that cycles of torch.export are freed.
     """
     before = gc.get_threshold()
     if 0 < before[0] < GARBAGE_THRESHOLD:
@@ -78,23 +78,23 @@ def compile(
 
     The model's parameters may be real or meta, and it is not modified. It is compiled in the mode
     that its modules are in: one in evaluation mode trains without dropout, which a line on stderr
-    says (call `model.train()` first). A `Program` in the place of the model compiles its model
-    again without capturing it.
+    says (call `model.train()` first). Given a `Program` as the model, its model is compiled again
+    without another capture.
 
     - `inputs` is ONE micro-batch of ONE data rank, a dict of keyword arguments or a tuple of
       positional ones.
     - `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
       `.loss` or `["loss"]`). The loss of a step is the mean of its micro-batches' losses;
-      `loss_weights` "tokens" makes it the mean over all targets that their cross-entropies count,
-      as transformers' Trainer does.
-    - `outputs` are names of the outputs that `worker.predict` returns: keys (`logits`) or places in
-      a tuple (`0`).
+      `loss_weights` "tokens" makes it the mean over all targets that count in their
+      cross-entropies, as transformers' Trainer does.
+    - `outputs` are names of the outputs that `worker.predict` returns: keys (`logits`) or positions
+      in a tuple (`0`).
     - `microbatches` per step and data rank default to 4 · pipeline, or the plan's; with a `Cluster`
       they are those of a step on all devices together, shared equally by the data ranks of each
       mesh, and default to 4 for each device: so all meshes train the same batch.
     - `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
       or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
-      that use several (1 stands for their least number, 2).
+      that use several (1 means their least number, 2).
     - `vocabulary` is where embedding and head are: "whole" (on one stage each), "naive", "vocab-1",
       "vocab-2" or "interlaced" (on all ranks), "auto" (the shortest step that fits).
     - `stages` are "auto" (by time), "even" (equal numbers of layers) or the numbers of blocks of
@@ -102,38 +102,37 @@ def compile(
       `{"*.up.weight": "S(0)"}`.
     - `recompute` says which blocks run again in their backward instead of keeping activations:
       "none", "full" (all that may), "selective" (only their norms, gates and gathers), "offload"
-      (as "selective", and what blocks keep waits in the host's memory), "auto" (what memory forces,
-      by the way that takes least time), or {pattern of block names: bool}, of which the last that
-      matches decides.
+      (as "selective", with the blocks' saved tensors in the host's memory), "auto" (what memory
+      forces, in the fastest way), or {pattern of block names: bool}, where the last match decides.
     - `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32;
       "fp32" and "fp64" compute in those; None in the parameters' own.
-    - `optimizer` is what memory counts: "adamw", "adagrad", "sgd", "sgd-momentum", "muon" or
-      "none". With "sgd" and "adagrad" gradients of tables with `sparse=True` are the rows that a
+    - `optimizer` determines the memory of states: "adamw", "adagrad", "sgd", "sgd-momentum", "muon"
+      or "none". With "sgd" and "adagrad" gradients of tables with `sparse=True` are the rows that a
       step looks up.
     - `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients
       too, 3 parameters too, "auto" decides by time under memory.
-    - `updates` is how data ranks bring together what they learn: "all-reduce" (gradients are
-      averaged), "parameter-server" (one rank of each data row updates for all), "asynchronous" (as
-      that, but none waits for the others unless it is `staleness` steps ahead of the slowest) or
-      "local" (each updates by itself, and `every` so many steps their weights are averaged, as a
-      step of an `outer` optimizer: "nesterov", "average", or a learning rate and a momentum).
+    - `updates` is how data ranks combine their gradients or weights: "all-reduce" (gradients are
+      averaged), "parameter-server" (one rank of each data row updates for all), "asynchronous"
+      (likewise, but none waits for the others unless it is `staleness` steps ahead of the slowest)
+      or "local" (each updates by itself, and after `every` so many steps the weights are averaged,
+      as a step of an `outer` optimizer: "nesterov", "average", or a learning rate and a momentum).
     - `compression` of the gradients between data ranks is "bf16", "fp16" or "powersgd" (of rank
       `compression_rank`).
     - `memory_margin` is the part of each device's memory that plans keep free (0.05 is 5 %), for
-      what no plan counts: the context of CUDA, buffers of NCCL, fragments of the allocator.
+      memory that no plan counts: CUDA's context, NCCL's buffers, fragmentation.
     - `exact` keeps the model's own operators: without it, attention whose mask is the same for
       every batch runs in the causal kernel, or without a mask, and reads repeated heads in groups,
-      which rounds otherwise in the last bits.
+      which changes the last bits.
     - `costs` is "model", or "measured": every distinct block is run on the device of this machine,
       for about a second, and so are the passes of a spread vocabulary; their times are kept in the
-      plan. "compiled" compiles the blocks before, as `worker(compiled=True)` does. Collectives of
+      plan. "compiled" compiles the blocks first, as `worker(compiled=True)` does. Collectives of
       tensor ranks on a CPU are measured among as many processes, if there is an idle core for each
       of them.
     - `plan` reuses a plan, perhaps an edited one; `passes` decide instead of `passes.DEFAULT`.
-    - `microbatch`, with a `Cluster`: "auto" weighs micro-batches of 1, 2, 4, 8, ... rows beside
-      that of `inputs`, or those of a list of rows, in so many micro-batches that the rows of a step
-      stay the same (the loss must be a mean over rows; where it may not be, the micro-batch stays
-      as it is given); the model is captured on each, and the program takes the best.
+    - `microbatch`, with a `Cluster`: "auto" also weighs micro-batches of 1, 2, 4, 8, ... rows, or
+      of a list of rows, with the number of micro-batches changed so that the rows of a step stay
+      the same (the loss must be a mean over rows; if it may not be, the micro-batch stays as
+      given); the model is captured on each, and the best is used.
     - `progress` shows the steps of the compiler on a terminal.
 
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
@@ -148,7 +147,7 @@ def compile(
     check_types(mesh, loss, plan, passes)
     if isinstance(mesh, Cluster):
         microbatches = global_microbatches(mesh, microbatches)
-    elif microbatches is None:  # as many as keep the ranks busy
+    elif microbatches is None:  # enough to keep the ranks busy
         microbatches = 4 * mesh.pipeline if plan is None else plan.microbatches
     data_updates = DataUpdates.of(updates, compression, every, outer, staleness, compression_rank)
     if plan is not None and data_updates == ALL_REDUCE:
@@ -156,7 +155,7 @@ def compile(
     if zero == "auto" and (plan is not None or data_updates != ALL_REDUCE):
         zero = 0 if plan is None else plan.zero or 0
     if isinstance(optimizer, str) and optimizer in WHOLE and vocabulary == "auto":
-        vocabulary = "whole"  # its rows would be matrices of their own
+        vocabulary = "whole"  # the optimizer would take rows for whole matrices
     options = Options(
         microbatches=microbatches,
         schedule=schedule,

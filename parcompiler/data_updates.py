@@ -1,9 +1,9 @@
-"""How data ranks bring together what they learn: `updates` and `compression` of `compile`.
+"""How data ranks combine gradients or weights: `updates` and `compression` of `compile`.
 
-    all-reduce          gradients are averaged, and every rank updates alike
+    all-reduce          gradients are averaged, and every rank makes the same update
     parameter-server    one rank of each data row gets the gradients, updates, and sends parameters
-    asynchronous        as that, but nobody waits for the others: bounded staleness
-    local               every rank updates by itself; every so many steps the weights are averaged
+    asynchronous        likewise, but no rank waits for the others: bounded staleness
+    local               every rank updates by itself; weights are averaged every few steps
 
 >>> DataUpdates.of("local", every=50)
 DataUpdates(way='local', compression=None, rank=0, every=50, outer=(0.7, 0.9), staleness=0)
@@ -28,12 +28,12 @@ RANK = 4  # of the factors of a matrix: the largest of arXiv 1905.13727
 
 @dataclass(frozen=True, slots=True)
 class DataUpdates:
-    """The way of the data axis, with what belongs to it; 0 and () stand for what does not.
+    """The way of the data axis, with its options; options of other ways are 0 or ().
 
-    `rank` is that of PowerSGD's factors. `every` so many steps weights are averaged; `outer` are
-    the learning rate and the momentum of the optimizer for which the average is a step.
-    `staleness` is how many steps a data rank may be ahead of the slowest. Raises InputError for
-    values that cannot be.
+    `rank` is that of PowerSGD's factors. Weights are averaged after `every` so many steps; `outer`
+    are learning rate and momentum of the outer optimizer, for which an average is a step.
+    `staleness` is the number of steps that a data rank may be ahead of the slowest. Raises
+    InputError for impossible values.
     """
 
     way: str = "all-reduce"
@@ -44,7 +44,7 @@ class DataUpdates:
     staleness: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be, and what means nothing with this way."""
+        """Refuse impossible values, and options of other ways."""
         _offered("updates", self.way, WAYS)
         _offered("compression", self.compression, (None, *COMPRESSIONS))
         local, powersgd = self.way == "local", self.compression == "powersgd"
@@ -76,7 +76,7 @@ class DataUpdates:
         staleness: int | None = None,
         compression_rank: int | None = None,
     ) -> DataUpdates:
-        """The value of options of `compile`, of which None is the default."""
+        """The value for options of `compile`; None is the default of each."""
         local, powersgd = updates == "local", compression == "powersgd"
         given: object = ("nesterov" if local else ()) if outer is None else outer
         given = OUTER.get(given, given) if isinstance(given, str) else given
@@ -92,7 +92,7 @@ class DataUpdates:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `compile` that `of` makes the value of."""
+        """The options of `compile` for which `of` returns this value."""
         counts = {"every": self.every, "outer": self.outer, "compression_rank": self.rank}
         given: dict[str, Any] = {name: value for name, value in counts.items() if value}
         if self.way == "asynchronous":
@@ -101,14 +101,14 @@ class DataUpdates:
 
     @property
     def separate(self) -> bool:
-        """Whether data ranks step by gradients of their own."""
+        """Whether each data rank steps with its own gradients."""
         return self.way in ("asynchronous", "local")
 
     @property
     def kept(self) -> int:
-        """How many tensors like each weight are kept besides the optimizer's states: the anchor
-        and the momentum of rounds, the error of PowerSGD, the
-        weights of an asynchronous server and what it receives."""
+        """The number of tensors like each weight that are kept besides the optimizer's states:
+        anchor and momentum of rounds, the error of PowerSGD, the weights of an asynchronous server
+        and a received message."""
         if self.way != "local" or self.averages:
             return 2 if self.way == "asynchronous" else int(self.compression == "powersgd")
         return 2 if self.outer[1] else 1
@@ -120,7 +120,7 @@ class DataUpdates:
 
 
 def _offered(name: str, value: object, values: tuple[str | None, ...]) -> None:
-    """Raise InputError unless a word is one of some."""
+    """Raise InputError unless `value` is one of `values`."""
     if not (value is None or isinstance(value, str)) or value not in values:
         message = f"{name} must be one of {', '.join(map(repr, values))} ({shown(value)} given)"
         raise InputError(message)
@@ -140,7 +140,7 @@ ALL_REDUCE = DataUpdates()  # of whole gradients: the default
 
 
 def is_factored(shape: Sequence[int], rank: int) -> bool:
-    """Whether factors of a gradient have fewer numbers.
+    """Whether the factors of a gradient are smaller than the gradient.
 
     >>> is_factored((64, 64), 4), is_factored((64,), 4), is_factored((4, 64), 4)
     (True, False, False)

@@ -1,4 +1,4 @@
-"""What a device can do: its arithmetic, its memory and its links, from a catalogue of JSON files.
+"""The figures of a device: arithmetic, memory and links, from a catalogue of JSON files.
 
 >>> a100 = device("a100-80g")
 >>> a100.peak(torch.bfloat16), a100.link.seconds(0) == a100.link.latency
@@ -29,13 +29,13 @@ DEVICES_PER_NODE = 8  # as on the boards of most vendors; a file may say otherwi
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What carries messages between two ranks: `bandwidth` in B/s one way, `latency` in s."""
+    """A link between two ranks: `bandwidth` in B/s one way, `latency` in s."""
 
     bandwidth: float
     latency: float
 
     def __post_init__(self) -> None:
-        """Refuse figures that no link has."""
+        """Refuse impossible figures."""
         figures.number("bandwidth", self.bandwidth, positive=True)
         figures.number("latency", self.latency)
 
@@ -44,7 +44,7 @@ class Link:
         return self.latency + nbytes / self.bandwidth
 
     def at(self, fraction: float) -> Link:
-        """The link with so much of its bandwidth."""
+        """The link with a fraction of its bandwidth."""
         return Link(self.bandwidth * fraction, self.latency)
 
 
@@ -54,11 +54,10 @@ class Device:
 
     `flops` are pairs of dtype name and peak FLOP/s, float32 among them; `memory_bandwidth` is in
     B/s, `memory` in bytes, `launch_overhead` in s per kernel. `link` joins ranks of one node,
-    which has `devices_per_node`, `network` ranks of different nodes, `host` a device and the memory
-    of its node, of which there are `host_memory` bytes (None: not known). `multiprocessors` compute
-    tiles of products, one each at a time; 0 where that is not known. `sources` says where each
-    figure comes from; it does not take part in comparisons. Raises InputError for figures that no
-    device has.
+    which has `devices_per_node`, `network` ranks of different nodes, `host` joins a device and its
+    node's memory of `host_memory` bytes (None: not known). `multiprocessors` is the number of units
+    that compute tiles of products, one each at a time (0: not known). `sources` has the source of
+    each figure, and is ignored in comparisons. Raises InputError for impossible figures.
     """
 
     name: str
@@ -108,7 +107,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks of a plan for it compute on the CPU, as `runtime.joining` has it."""
+        """Whether ranks of a plan for it compute on the CPU, by the rule of `runtime.joining`."""
         return self.name == "cpu" or self.name.startswith("cpu-")
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -151,7 +150,8 @@ class Device:
     def load(cls, path: str | PathLike[str]) -> Self:
         """The device that a JSON file describes, such as `parcompiler calibrate` writes.
 
-        Raises InputError, naming file and figure, when it cannot be read or describes none.
+        Raises InputError, naming file and figure, when it cannot be read or does not describe a
+        device.
         """
         text = documents.text_of(path)
         try:

@@ -1,4 +1,4 @@
-"""Which fraction of a peak each kind of work reaches, where it is known also by size and dtype.
+"""The fraction of a peak that each kind of work reaches, by size and dtype if known.
 
 >>> curve = Curve("matmul", "float32", ((1e6, 0.2), (1e8, 0.6)))
 >>> curve.at(1e5), round(curve.at(1e7), 3), curve.at(1e12)
@@ -17,9 +17,9 @@ from typing import Any
 from parcompiler import figures
 from parcompiler.errors import InputError
 
-ANY = "any"  # the dtype of a curve that holds for all
+ANY = "any"  # the dtype of a curve for all dtypes
 
-# What ranks exchange, and traffic between caches, may beat the nominal bandwidth.
+# Exchanges and cached traffic may exceed the nominal bandwidth.
 _WITHIN_PEAK = ("matmul", "attention", "convolution", "other")
 
 
@@ -29,8 +29,8 @@ class Curve:
 
     `kind` is a kind of operation, or the full name of an operator ("aten.gelu.default"), with the
     FLOPs of one call as size; or "bandwidth", a collective ("all-reduce"), a "message", the "link"
-    or the "network" for all of them, with bytes as size.
-    `dtype` is the name of a torch dtype, or "any". Raises InputError for what is no curve.
+    or the "network" for all exchanges, with bytes as size. `dtype` is the name of a torch dtype, or
+    "any". Raises InputError for an invalid curve.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not ascend, and fractions that cannot be."""
+        """Refuse sizes that do not ascend, and impossible fractions."""
         name = f"efficiency.curves.{self.kind}.{self.dtype}"
         if not self.points:
             message = f"device figure '{name}' must have a pair of size and fraction (none given)"
@@ -53,7 +53,7 @@ class Curve:
             raise InputError(message)
 
     def at(self, size: float) -> float:
-        """The fraction at `size`: straight lines over the logarithm of the size, level outside."""
+        """The fraction at `size`: linear in the logarithm of the size, constant outside."""
         right = bisect.bisect_left(self.points, (size, -math.inf))
         if right == 0:
             return self.points[0][1]
@@ -69,9 +69,8 @@ class Efficiency:
     """The fraction of a peak that each kind of work reaches, above 0 and at most 1.
 
     `matmul`, `attention`, `convolution` and `other` are fractions of the peak arithmetic, by the
-    kind of an operation (one element of an `other` counts as one FLOP, also where it is an
-    exponential); `bandwidth` is a fraction of the peak memory bandwidth. Where there is a curve,
-    it says more than these.
+    kind of an operation (one element of an `other` counts as one FLOP, even for an exponential);
+    `bandwidth` is a fraction of the peak memory bandwidth. A curve takes precedence over these.
     """
 
     matmul: float
@@ -101,8 +100,9 @@ class Efficiency:
         return fraction
 
     def arithmetic(self, name: str, kind: str, dtype: str, flops: float) -> float | None:
-        """That of one operation by the curve of its name, else of its kind; None without one."""
-        if not self.curves:  # the usual case, and asked of every operation
+        """The fraction for one operation, by the curve of its name, else of its kind; None without
+        one."""
+        if not self.curves:  # the usual case, tested for every operation
             return None
         curve = self._curve(name, dtype) or self._curve(kind, dtype)
         return None if curve is None else curve.at(flops)
@@ -113,10 +113,10 @@ class Efficiency:
         return self.bandwidth if curve is None else curve.at(nbytes)
 
     def exchange(self, action: str, nbytes: float, link: str = "") -> float:
-        """The fraction of a link's bandwidth that a collective reaches: by its curve, else by that
-        of the `link`, else 1.
+        """The fraction of a link's bandwidth that a collective reaches: by its own curve, else by
+        the `link`'s, else 1.
 
-        `nbytes` is what each rank sends.
+        `nbytes` are the bytes that each rank sends.
         """
         curve = self._curve(action, ANY) or self._curve(link, ANY)
         return 1.0 if curve is None else curve.at(nbytes)
@@ -143,7 +143,7 @@ class Efficiency:
 
 
 def curves_of(data: object) -> tuple[Curve, ...]:
-    """The curves that JSON has by kind and dtype. Raises InputError for what are none."""
+    """The curves in JSON data, by kind and dtype. Raises InputError for invalid ones."""
     curves = []
     for kind, dtypes in figures.mapping("efficiency.curves", data).items():
         for dtype, points in figures.mapping(f"efficiency.curves.{kind}", dtypes).items():

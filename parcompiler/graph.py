@@ -1,10 +1,10 @@
-"""What the model is: its captured graph, its parameters, and the blocks it is cut into.
+"""The model: its captured graph, its parameters, and the blocks it is cut into.
 
-The nodes are those of `torch.fx`; the values here are the small frozen ones around them.
-A *block* is a run of nodes (usually one layer); blocks of the same structure share a *template*.
-Values that need no parameters and no gradient and are used by several blocks (masks, position
-ids, rotary tables) form the *prologue*, which every stage may compute for itself; those of them
-that do not depend on the batch either are *constants*, computed once.
+The nodes are those of `torch.fx`; here are small frozen values around them. A *block* is a run of
+nodes (usually one layer); blocks of the same structure share a *template*. Values that need no
+parameters and no gradient and are used by several blocks (masks, position ids, rotary tables) form
+the *prologue*, which every stage may compute for itself; those of them that do not depend on the
+batch either are *constants*, computed once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class Parameter:
     """A parameter or buffer of the model, under its name there.
 
     `aliases` are further names of the same tensor (tied weights); `mutated` says that the forward
-    updates it in place (running statistics). Only what the loss depends on is `trainable`: the rest
-    gets no gradient, and no optimizer changes it. Constants met while tracing are buffers too.
-    `unsaved` are those of its names that the model's state dict has not: of constants, of buffers
-    that are not persistent, of parameters of the loss. Where tensor ranks hold pieces of it,
-    `shape` is that of a largest piece and `shard` says which. Of its first dimension, of so many
-    `experts`, expert ranks hold equal pieces (0: all hold the whole). Where its gradient is rows, a
-    step has so many `looked_up` on all data ranks (0: the gradient is whole). Where a 16-bit one
-    `has_master`, which the optimizer changes, its gradients are added up in float32.
+    updates it in place (running statistics). Only a parameter that the loss depends on is
+    `trainable`: others get no gradient, and no optimizer changes them. Constants met while tracing
+    are buffers too. `unsaved` are those of its names that the model's state dict does not have: of
+    constants, of non-persistent buffers, of parameters of the loss. If tensor ranks hold pieces,
+    `shape` is that of the largest piece, and `shard` tells how it is split. `experts` is the whole
+    size of the first dimension if expert ranks hold equal pieces of it (0: all hold the whole).
+    `looked_up` is the number of rows in a row gradient, for a step on all data ranks (0: the
+    gradient is whole). A 16-bit parameter that `has_master`, which the optimizer changes,
+    accumulates gradients in float32.
     """
 
     name: str
@@ -72,20 +73,20 @@ class Parameter:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added up, and that of the optimizer's states."""
+        """The dtype of gradient sums, and of the optimizer's states."""
         return torch.float32 if self.has_master else self.dtype
 
     @property
     def gradient_nbytes(self) -> int:
-        """Bytes of its gradient in a step: of rows, those of all data ranks and their numbers."""
+        """Bytes of its gradient in a step; a row gradient has the rows of all data ranks, and their
+        indices."""
         if not self.looked_up:
             return self.numel * self.wide_dtype.itemsize
         return self.looked_up * (self.nbytes // self.shape[0] + torch.int64.itemsize)
 
     def summed_nbytes(self, updates: DataUpdates = ALL_REDUCE) -> int:
-        """Bytes of the all-reduce that adds up its gradient over data ranks, compressed as
-        `updates` say; that of rows is an all-gather, which moves half of what an all-reduce of so
-        many bytes would."""
+        """Bytes of the all-reduce of its gradient over data ranks, compressed as `updates` say. A
+        row gradient takes an all-gather, which moves half the bytes of an all-reduce."""
         if updates.compression is None:
             return self.gradient_nbytes // (2 if self.looked_up else 1)
         if not updates.rank:
@@ -98,10 +99,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """A tensor of the batch: `key` is where it stands there, `shape` that of one micro-batch.
+    """A tensor of the batch: its `key` there, and the `shape` in one micro-batch.
 
-    Integers that index a table or name a class are below `high`; None where nothing says. `label`
-    is the argument of the model's forward.
+    Integers that index a table or name a class are below `high` (None: not known). `label` is the
+    argument of the model's forward.
     """
 
     key: str
@@ -142,9 +143,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class NodeRoles:
-    """What nodes are, by name: placeholders of trainable `parameters` and of `buffers` (also frozen
-    parameters), and the nodes that carry gradients; those of parameters with `masters`, whose
-    gradients are added up in float32."""
+    """Roles of nodes, by name: placeholders of trainable `parameters`, of `buffers` (frozen
+    parameters included), and of parameters with `masters`, whose gradients are summed in float32;
+    and the nodes that carry gradients."""
 
     parameters: Collection[str]
     buffers: Collection[str]
@@ -174,9 +175,9 @@ class EmbeddingLookup:
 class CrossEntropy:
     """scale · cross_entropy(logits, targets), by torch's options.
 
-    Where `axis` names one, each of its ranks has some of the rows, and the loss is the sum over
-    all; with `sizes` the targets are those of all rows, in segments of which each rank has its
-    piece (`zigzag`: a chunk from either end).
+    If `axis` is set, each of its ranks has some of the rows, and the loss is the sum over ranks;
+    with `sizes` the targets are of all rows, in segments of which each rank has a piece (`zigzag`:
+    a chunk from either end).
     """
 
     ignore_index: int = -100
@@ -193,8 +194,8 @@ class VocabularyHead:
     """The product with the vocabulary and the loss: `node` reads `x` [n, h] and is the loss.
 
     It is the `loss` of logits(x Wᵀ + bias) for a weight [V, h]. `targets` computes the classes [n]
-    from tensors of the batch, `logits` is elementwise (None: nothing). `outputs` that are kept are
-    the product with its bias, or what `logits` makes of it where true, in their dtypes.
+    from tensors of the batch, `logits` is elementwise (None: nothing). Kept `outputs` are the
+    product with its bias or, if true, the result of `logits`, each in its dtype.
     """
 
     node: fx.Node
@@ -215,19 +216,19 @@ class VocabularyHead:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyLayers:
-    """The layers that stand on no stage: all ranks hold rows of their tables."""
+    """The layers on no stage: all ranks hold rows of their tables."""
 
     lookups: tuple[EmbeddingLookup, ...] = ()
     head: VocabularyHead | None = None
 
     @property
     def all(self) -> tuple[EmbeddingLookup | VocabularyHead, ...]:
-        """The lookups, and behind them the head."""
+        """The lookups, then the head."""
         return (*self.lookups, *([self.head] if self.head else []))
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """What these layers yield."""
+        """The nodes of these layers."""
         return tuple(layer.node for layer in self.all)
 
     @property
@@ -240,7 +241,8 @@ class VocabularyLayers:
 class Modes:
     """Names of the modules in evaluation mode when a model was captured; "" is the model itself.
 
-    So many of them would draw a dropout in training, or update running statistics, as `norms` do.
+    In training, `dropouts` of them would draw random numbers, and `norms` would update running
+    statistics.
     """
 
     evaluating: tuple[str, ...] = ()
@@ -256,7 +258,8 @@ class Modes:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """What the hooks of a parameter make of its gradient, element by element; `places` are theirs.
+    """The hooks on a parameter's gradient as an elementwise graph; `places` are their names and
+    lines.
 
     `graph` has one placeholder, the gradient.
     """
@@ -273,13 +276,13 @@ class Graph:
     `tensors` holds the model's own parameters and buffers by name (not copies).
     `differentiable` are the names of the nodes that carry gradients, `sample` the inputs
     that the model was captured on. The nodes of `vocabulary` belong to no block. `narrow` is the
-    16-bit dtype that a model was captured in whose own parameters are wider. `modes` are those of
-    the model's modules, which it computes in whatever becomes of them later. `hooks` are what is
-    done to complete gradients, by the name of the parameter. `recapture` captures the model on
-    other inputs; None where the graph comes from no model. `outputs` are the names of outputs that
-    are kept beside the loss: the graph returns them behind it. With `counts` the loss is a sum over
-    targets, and this their number in a micro-batch, computed from the inputs that it names. Where
-    it is the graph of one context rank, `undivided` is that of all.
+    16-bit dtype of a model that was captured in fewer bits than its parameters have. `modes` are
+    those of the model's modules at capture, whatever they are set to later. `hooks` are applied to
+    complete gradients, by the name of the parameter. `recapture` captures the model on other
+    inputs; None if the graph comes from no model. `outputs` are the names of kept outputs, which
+    the graph returns after the loss. With `counts` the loss is a sum over targets, and `counts`
+    computes their number in a micro-batch from the inputs that it names. For the graph of one
+    context rank, `undivided` is the whole graph.
     """
 
     name: str
@@ -304,10 +307,10 @@ class Graph:
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What `find` returns, found once for each `key`: nobody changes the nodes of a graph.
+        """The result of `find`, cached for each `key`: the nodes of a graph never change.
 
-        It must depend on the graph and the key alone. A graph that `replace` makes of this one has
-        other nodes, and knows nothing yet.
+        It must depend on the graph and the key only. A graph made by `replace` starts with an empty
+        cache.
         """
         if key not in self._known:
             self._known[key] = find()
@@ -326,14 +329,15 @@ class Graph:
 
     @cached_property
     def roles(self) -> NodeRoles:
-        """What placeholders and nodes are."""
+        """The roles of placeholders and nodes."""
         trained = frozenset(item.node for item in self.parameters if item.trainable)
         masters = frozenset(item.node for item in self.parameters if item.has_master)
         return NodeRoles(trained, self.by_node.keys() - trained, self.differentiable, masters)
 
     @cached_property
     def updates_weights(self) -> tuple[str, ...]:
-        """Names of the parameters that the forward itself updates, as `Embedding(max_norm=)`."""
+        """Names of the parameters that the forward itself updates, as `Embedding(max_norm=)`
+        does."""
         return tuple(x.name for x in self.parameters if x.mutated and not x.buffer)
 
     @cached_property
@@ -343,7 +347,8 @@ class Graph:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating dtype that most elements of the parameters have (or their parts)."""
+        """The floating dtype of most elements of the parameters (of complex ones, the dtype of
+        their parts)."""
         sizes = {torch.float32: 0}
         for item in self.parameters:
             if (item.dtype.is_floating_point or item.dtype.is_complex) and not item.buffer:
@@ -353,8 +358,8 @@ class Graph:
 
     @property
     def kept(self) -> dict[str, fx.Node]:
-        """The nodes of the outputs that are kept, by name. Those of logits that all ranks of a
-        spread vocabulary compute are what the head's product reads."""
+        """The nodes of kept outputs, by name; for logits of a spread vocabulary, the node that the
+        head's product reads."""
         output = next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
         nodes: Any = output.args[0]
         return dict(zip(self.outputs, nodes[1:], strict=True))
@@ -365,7 +370,7 @@ class Graph:
 
     @cached_property
     def input_nodes(self) -> frozenset[str]:
-        """The placeholders that stand for tensors of the batch."""
+        """The placeholders of tensors of the batch."""
         return frozenset(item.node for item in self.inputs)
 
     @cached_property
@@ -395,7 +400,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_floating(value: Any) -> bool:
-    """Whether autograd knows gradients of it: a floating or complex tensor."""
+    """Whether a value can have a gradient: it is a floating or complex tensor."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -413,7 +418,7 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 def order_of(node: fx.Node) -> tuple[int, ...]:
     """The dimensions of a node's value from the outermost in memory to the innermost.
 
-    Empty when that is their own order. Dropout draws, and `view` works, by the order in memory.
+    Empty if that is their own order. Draws of dropout, and `view`, depend on the memory order.
     """
     value: torch.Tensor = node.meta["val"]
     if value.is_contiguous():

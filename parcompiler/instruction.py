@@ -1,7 +1,7 @@
-"""One instruction of one rank: the alphabet that lowering writes and everything else reads.
+"""One instruction of one rank: the language that lowering writes and everything else reads.
 
-The verifier, the simulator, the code generator and the runtime read the same lists, so what is
-proved and predicted is what runs. The text of an instruction parses back to it:
+The verifier, the simulator, the code generator and the runtime read the same lists, so that the
+program that runs is the one verified and simulated. The text of an instruction parses back to it:
 
 >>> text = "SEND layers_1 mb 3 to 1"
 >>> Instruction.parse(text) == Instruction(Kind.SEND, value="layers_1", microbatch=3, peer=1)
@@ -25,39 +25,39 @@ from enum import StrEnum
 
 from parcompiler.errors import InputError
 
-EXPERTS = "experts_"  # begins the labels of buckets of experts
-ROWS = "rows_"  # and of tables with gradients of rows
+EXPERTS = "experts_"  # prefix of the labels of buckets of experts
+ROWS = "rows_"  # and of tables with row gradients
 
 
 class Kind(StrEnum):
-    """What an instruction does. `mb` is a micro-batch, `value` a tensor that crosses ranks."""
+    """The kind of an instruction. `mb` is a micro-batch, `value` a tensor that crosses ranks."""
 
     FORWARD = "FORWARD"  # stage, mb: run the stage's module, keep what its backward needs
     BACKWARD = "BACKWARD"  # stage, mb: gradients of its inputs and its parameters
     BACKWARD_INPUT = "BACKWARD_INPUT"  # stage, mb: gradients of its inputs; weights come later
-    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # stage, mb: what BACKWARD_INPUT left for later
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # stage, mb: the products that BACKWARD_INPUT left
     UPDATE = "UPDATE"  # stage, mb: an optimizer step by the gradients of this micro-batch alone;
-    # on a timeline with ranks alone: that of all parameters of a rank, behind every list
+    # on a timeline, with ranks only: the step of all parameters of a rank, after every list
     SEND = "SEND"  # value mb peer: start sending; the tensor may be released when it is done
     RECV = "RECV"  # value mb peer: post the receive; the first use waits for it
     EMBED = "EMBED"  # value, mb: look up the rows of this rank's piece of a table
     EMBED_BACKWARD = "EMBED_BACKWARD"  # value, mb: gradients of those rows
-    S = "S"  # mb: logits of this rank's piece of the vocabulary, and their softmax by itself
+    S = "S"  # mb: logits of this rank's piece of the vocabulary, and their local softmax
     NORMALIZE = "NORMALIZE"  # mb: powers and their sum, once the largest logit of all is known
     T = "T"  # mb: gradients of this rank's piece of the head
     BROADCAST = "BROADCAST"  # value mb peer: every rank gets that rank's tensor
     REDUCE = "REDUCE"  # value mb peer: the sum of all ranks' parts goes to that rank
     EXCHANGE = "EXCHANGE"  # value mb: numbers of each row, over all ranks
     REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value, ranks: sum of a tied parameter's copies, or of a
-    # bucket over the data ranks; with mb what this micro-batch has added, to pieces
+    # bucket over the data ranks; with mb, of this micro-batch's summand, to pieces
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
     GATHER_PARAMETERS = "GATHER_PARAMETERS"  # value, ranks: rows that other data ranks updated
-    AVERAGE_PARAMETERS = "AVERAGE_PARAMETERS"  # value, ranks: weights of data ranks, now and then
+    AVERAGE_PARAMETERS = "AVERAGE_PARAMETERS"  # value, ranks: mean of data ranks' weights
     PUSH_PULL = "PUSH_PULL"  # value, ranks: gradients to the server of a row, parameters back
-    UNSHARD = "UNSHARD"  # stage, mb, ranks: start making its parameters whole, of their rows
-    RESHARD = "RESHARD"  # stage, mb: keep this data rank's rows of them alone
+    UNSHARD = "UNSHARD"  # stage, mb, ranks: start gathering its parameters from their rows
+    RESHARD = "RESHARD"  # stage, mb: keep only this data rank's rows of them
 
-    __hash__ = str.__hash__  # that of Enum is slow, and lists have many kinds
+    __hash__ = str.__hash__  # Enum's is slow, and kinds are hashed often
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
@@ -65,12 +65,12 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS  # of stag
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})  # of the parameters of stages, over data ranks
 STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # these name a stage and a micro-batch
-# What all ranks do for the layers of the vocabulary, and the collectives between.
+# Instructions of all ranks for the layers of the vocabulary, and their collectives.
 EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
 TRANSFERS = frozenset({Kind.BROADCAST, Kind.REDUCE})
 _OUTWARD = frozenset({Kind.SEND, Kind.REDUCE})
-BEHIND = frozenset(  # the optimizer's step, or in its place
+BEHIND = frozenset(  # after the optimizer's step, or instead of it
     {Kind.GATHER_PARAMETERS, Kind.AVERAGE_PARAMETERS, Kind.PUSH_PULL}
 )
 BUCKETED = BEHIND | {Kind.REDUCE_GRADIENTS}  # of several tensors
@@ -131,7 +131,7 @@ class Instruction:
 
 
 def _fields(words: list[str]) -> Iterator[tuple[str, object]]:
-    """The fields that the words of a line stand for."""
+    """The fields in the words of a line."""
     kind = Kind(words[0])
     yield "kind", kind
     rest = words[1:]

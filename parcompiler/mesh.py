@@ -1,4 +1,4 @@
-"""The mesh of devices: how many ranks along each axis, and which rank sits where.
+"""The mesh of devices: the number of ranks along each axis, and the coordinates of ranks.
 
 `tensor` is the fastest axis, then `context`, `data` and `pipeline`:
 
@@ -39,15 +39,15 @@ AXES = "pipeline", "tensor", "context", "expert", "data"
 MOST_RANKS = 2**20  # five times those of the largest clusters
 MOST_STAGES = 2**14  # more than any model has layers
 
-Named = str | PathLike[str] | Device  # a device: by its name in the catalogue, its file, itself
+Named = str | PathLike[str] | Device  # a device: its name in the catalogue, its file, or itself
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Ranks along the axes, and the devices that they compute on.
 
-    Of the `context` ranks each has a piece of every sequence. `expert` ranks, each with a piece of
-    the experts, are neighbours among those of the data and context axes, and add none.
+    Each of the `context` ranks has a piece of every sequence. `expert` ranks, each with a piece of
+    the experts, are neighbours among the ranks of the data and context axes, and add no ranks.
 
     `device` is a name of the catalogue, a `Device`, or the path of a JSON file of one, which is
     read at once; or a sequence of these, one for each pipeline coordinate. Equal devices in a
@@ -116,13 +116,13 @@ class Mesh:
 
     @property
     def name(self) -> str | tuple[str, ...]:
-        """The device's name, as plans have it; of several the name at each coordinate."""
+        """The device's name, as in plans; for several devices, the name at each coordinate."""
         if isinstance(self.device, tuple):
             return tuple(one.name for one in self.devices)
         return self.hardware.name
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` sits. Raises InputError outside 0 … size - 1."""
+        """The coordinate of `rank`. Raises InputError outside 0 … size - 1."""
         found = whole(rank)
         if found is None or not 0 <= found < self.size:
             message = (
@@ -148,9 +148,9 @@ class Mesh:
 class Cluster:
     """Equal devices whose mesh is open: `nodes` of `devices_per_node` each.
 
-    `device` is what a `Mesh` takes, but one: its nodes have as many devices as the cluster's.
-    Raises InputError when a count is no positive integer, the device is unknown, or its file
-    describes none.
+    `device` is a single device as for a `Mesh`; the cluster's `devices_per_node` replaces the
+    device's. Raises InputError when a count is no positive integer, the device is unknown, or its
+    file describes none.
     """
 
     nodes: int = 1
@@ -184,7 +184,7 @@ class Cluster:
         return Mesh(device=self.device).hardware
 
     def meshes(self) -> Iterator[Mesh]:
-        """All meshes of all devices whose tensor ranks share a node; the plainest come first."""
+        """All meshes of all devices whose tensor ranks share a node; the simplest come first."""
         for tensor in divisors(self.devices_per_node):
             for pipeline in divisors(self.size // tensor):
                 data = self.size // tensor // pipeline
@@ -192,7 +192,7 @@ class Cluster:
 
 
 def divisors(count: int) -> list[int]:
-    """What divides a count.
+    """The divisors of a count.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -201,7 +201,7 @@ def divisors(count: int) -> list[int]:
 
 
 def _each(given: Sequence[object], pipeline: int) -> Device | str | tuple[Device | str, ...]:
-    """The devices of a sequence, or the one that all of them are."""
+    """The devices of a sequence, or a single one if all are equal."""
     if len(given) != pipeline:
         message = (
             f"the mesh needs a device for each pipeline coordinate ({len(given)} given, "
@@ -220,7 +220,7 @@ def _each(given: Sequence[object], pipeline: int) -> Device | str | tuple[Device
 
 
 def _read(value: object) -> Device | str:
-    """A device or its name, which is known; one in a file is read."""
+    """A device, or the name of a known one; a file is read."""
     found = Device.load(value) if _is_file(value) else value
     if isinstance(found, str):
         found = device(found).name
@@ -237,12 +237,12 @@ def _figures(value: object) -> Device:
 
 
 def _is_listed(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether several devices are meant: a sequence, but not the string of a name."""
+    """Whether several devices are given: a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_file(value: object) -> TypeGuard[str | PathLike[str]]:
-    """Whether a device is meant by its file: a path, or a string with the ending of one."""
+    """Whether a device is given by its file: a path, or a string that ends in ".json"."""
     return isinstance(value, PathLike) or (isinstance(value, str) and value.endswith(".json"))
 
 

@@ -1,4 +1,4 @@
-"""A compiled program: look at it, prove it, export it, run it."""
+"""A compiled program, to inspect, verify, export or run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from parcompiler.problem import Problem
 from parcompiler.timeline import Timeline
 from parcompiler.verifier import verify
 
-if TYPE_CHECKING:  # rooms that a method enters when it is called: compiling needs none of them
+if TYPE_CHECKING:  # methods import these when called: compiling does not need them
     from datetime import timedelta
 
     from parcompiler.instruction import Instructions
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # rooms that a method enters when it is called: compiling nee
 
 @dataclass(frozen=True)
 class Program:
-    """What `compile` returns. Making it started no process and changed no model."""
+    """The result of `compile`, which starts no process and changes no model."""
 
     captured: Graph = field(repr=False)
     problem: Problem = field(repr=False)
@@ -64,8 +64,8 @@ class Program:
     def report(self, forms: bool = False, meshes: bool = True) -> Report:
         """The decisions and their cost, for a terminal, as JSON, HTML or a trace.
 
-        `forms` adds the closed forms of `costs`, which take a moment to find. `meshes` plans a
-        neighbouring mesh or two, and suggests one that is faster.
+        `forms` adds the closed forms of `costs`, which take a moment to compute. `meshes` plans one
+        or two neighbouring meshes, and suggests a faster one.
         """
         from parcompiler.report import Report
 
@@ -81,7 +81,7 @@ class Program:
         """FLOPs and bytes of blocks and stages as expressions in sizes and degrees, and figures at
         other sizes, micro-batches and degrees: `costs.at(batch=8, sequence=4096)`.
 
-        Found when they are first asked for: the model is captured once more at each of these sizes.
+        Computed on first use: the model is captured again at each of these sizes.
         """
         from parcompiler.symbolic.costs import Costs
 
@@ -95,18 +95,16 @@ class Program:
 
         The same random batch (`seed`) goes through both, as the program is and lifted to float64:
         loss, all gradients (and which there are), and parameters and buffers after one optimizer
-        step with momentum and weight decay are compared. It is the model itself that runs; it is
-        as it was afterwards.
-        A "pipedream" program is compared with its re-enactment by the original model, in which
-        every micro-batch meets weights as old as on the ranks.
-        `progress` shows its steps when stderr is a terminal.
-        `compiled` proves the ranks as `worker(compiled=True)` runs them.
-        A large step (more than 10¹¹ FLOPs) is lifted to float64 at fewer tokens and rows, which the
-        result names, unless it is to be `full` there too, or anything differs.
+        step with momentum and weight decay are compared. The model itself runs, and is restored
+        afterwards. A "pipedream" program is compared with its re-enactment by the original model,
+        in which every micro-batch uses weights of the same age as on the ranks. `progress` shows
+        its steps when stderr is a terminal. `compiled` verifies the ranks as
+        `worker(compiled=True)` runs them. A large step (more than 10¹¹ FLOPs) is lifted to float64
+        at fewer tokens and rows, which the result names, unless `full` is set or anything differs.
         Ranks run on the CPU, or with `device="cuda"` on this machine's GPUs, with NCCL; they share
-        GPUs where there are fewer. The original model runs on the CPU.
-        Raises InputError for a program compiled from a `Graph`, which has no original model, and
-        for a `device` that this machine does not have.
+        GPUs where there are fewer. The original model runs on the CPU. Raises InputError for a
+        program compiled from a `Graph`, which has no original model, and for a `device` that this
+        machine does not have.
         """
         from parcompiler.verification.check import check
 
@@ -116,7 +114,7 @@ class Program:
 
     @property
     def request(self) -> Request:
-        """What the compiler was asked for, as exports and checkpoints keep it."""
+        """The request to the compiler, as exports and checkpoints keep it."""
         from parcompiler.request import Request
 
         return Request.of(self.problem, self.plan)
@@ -132,19 +130,19 @@ class Program:
     ) -> Path:
         """Write a folder of rank scripts at `path`, which torchrun starts; returns it.
 
-        All ranks at a pipeline coordinate run one script, which is called after the first of them.
-        `ranks` are those that get a script under their own number beside it, to read or to start;
-        None: all, where there are at most 64.
+        All ranks at a pipeline coordinate run one script, named after the first of them. `ranks`
+        additionally get a script under their own number, to read or to start; None: all, if there
+        are at most 64.
 
-        `weights` writes the model's parameters beside them; the path of a folder of Hugging Face
-        has every rank load its own from there when it starts. `standalone` copies the runtime, so
-        that the cluster needs torch only. `launcher` "slurm" adds an sbatch script and
-        "kubernetes" a PyTorchJob of Kubeflow, with as many ranks on a node as the device has
-        places there. `compiled` has the scripts run layers through torch.compile's compiler
-        (see `worker`) unless they are told otherwise. Raises InputError when the path is taken by
-        something that is no export, the weights are on the meta device or not those of the model,
-        the launcher is unknown, there is no such rank, or the launcher is another than torchrun and
-        the mesh has several devices: such jobs have equal nodes.
+        `weights` writes the model's parameters beside them; given the path of a folder of Hugging
+        Face, every rank loads its own from there at start. `standalone` copies the runtime, so that
+        the cluster needs torch only. `launcher` "slurm" adds an sbatch script and "kubernetes" a
+        PyTorchJob of Kubeflow, with at most one rank for each device of a node. `compiled` makes
+        scripts run layers through torch.compile's compiler by default (see `worker`). Raises
+        InputError when the path is taken by something that is no export, the weights are on the
+        meta device or not those of the model, the launcher is unknown, there is no such rank, or
+        the launcher is not torchrun and the mesh has several kinds of devices: such jobs need equal
+        nodes.
         """
         from parcompiler.codegen.launchers import LAUNCHERS
 
@@ -169,9 +167,8 @@ class Program:
         model: str | None = None,
         configuration: Mapping[str, Any] | None = None,
     ) -> Path:
-        """`export` with a `report` that is made already (None: without one, for ranks that nobody
-        reads about), to a `path` that is as it is: `weights`, `standalone`, `launcher`, `ranks` and
-        `compiled` as there. Raises InputError as that does.
+        """`export` with a given `report` (None: without one) to exactly this `path`: `weights`,
+        `standalone`, `launcher`, `ranks` and `compiled` as there. Raises InputError as that does.
 
         `model` is the MODEL of the command line, `configuration` that of transformers."""
         from parcompiler.codegen.folder import export, texts
@@ -189,7 +186,7 @@ class Program:
         launch = Launch(launcher, int(each))
         request = dataclasses.replace(self.request, model=model, configuration=configuration)
         if not isinstance(weights, bool):
-            folder = os.path.abspath(weights)  # scripts run in other folders
+            folder = os.path.abspath(weights)  # scripts may run in other folders
             check_published(self.problem.graph, Path(folder))
             request = dataclasses.replace(request, weights=folder)
         files = {
@@ -212,7 +209,7 @@ class Program:
         return Instructions(self.rank_program(rank).instructions)
 
     def rank_program(self, rank: int) -> RankProgram:
-        """What the runtime executes on a rank. Raises InputError for no such rank."""
+        """The program that the runtime executes on a rank. Raises InputError for no such rank."""
         from parcompiler.codegen.rank import rank_program
 
         index = self._rank(rank)
@@ -232,9 +229,9 @@ class Program:
         started, one per rank. Raises LaunchError when their number is not the plan's.
 
         A rank that waits longer than `timeout` (a timedelta, or seconds; None: 10 minutes) for
-        others ends with a LaunchError that says for which. `compiled` runs layers through
-        torch.compile's compiler, once for all that are equal; raises LaunchError where there is no
-        C++ compiler (on a GPU: no Triton), and for a layer that cannot be compiled, with its line.
+        others ends with a LaunchError that names them. `compiled` runs layers through
+        torch.compile's compiler, once for all equal ones; raises LaunchError where there is no C++
+        compiler (on a GPU: no Triton), and for a layer that cannot be compiled, with its line.
         """
         from parcompiler.codegen.modules import functions, stage_classes, vocabulary_class
         from parcompiler.runtime import TIMEOUT, Worker
@@ -260,7 +257,7 @@ class Program:
         """The program of the same plan, for the graph in another precision or with other values."""
         given = self.problem
         problem = Problem(graph, given.mesh, given.options, context=given.context)
-        if graph.fx_graph is self.problem.graph.fx_graph:  # the program as it is, with other values
+        if graph.fx_graph is self.problem.graph.fx_graph:  # the same program with other values
             divided = dataclasses.replace(self.lowered.graph, tensors=graph.tensors)
             lowered = dataclasses.replace(self.lowered, graph=divided)
         else:
