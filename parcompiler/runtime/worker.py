@@ -76,10 +76,9 @@ class Worker:
     others were loaded before.
 
     The tensor and pipeline ranks of a data coordinate are given the same batch. They compare their
-    batches in the first step, and in every `check_batches`-th one from there on; in the
-    first alone where that is 0. It must be the same on all ranks. In the first call after weights
-    were loaded from elsewhere than `folder`, ranks compare digests of the weights of which several
-    have copies.
+    batches in the first step, and in every `check_batches`-th one from there on; only in the first
+    if that is 0. It must be the same on all ranks. In the first call after weights were loaded from
+    elsewhere than `folder`, ranks compare digests of the weights that several of them hold.
 
     Initializes torch.distributed from torchrun's environment, unless the caller has; then the
     caller destroys it. Raises LaunchError when the number of processes is not the plan's, or the
