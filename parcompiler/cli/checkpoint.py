@@ -9,6 +9,7 @@ import click
 
 from parcompiler.cli import options, output
 from parcompiler.cli.output import DONE, FAULT
+from parcompiler.cli.request import opened
 
 if TYPE_CHECKING:
     from parcompiler.runtime.checkpoint.folder import Checkpoint
@@ -36,7 +37,7 @@ def checkpoint_command() -> None:
 @options.common
 def show_command(folder: Path, tensors: bool, form: str) -> int:
     """Show the step, the mesh that saved it, the optimizer, and what tensors take."""
-    checkpoint = _checkpoint_of(folder)
+    checkpoint = opened(folder)
     facts = _facts(checkpoint)
     if tensors:
         facts["tensors"] = [
@@ -101,7 +102,7 @@ def export_command(
     from parcompiler.runtime.checkpoint import folder as folders
     from parcompiler.runtime.checkpoint import pretrained
 
-    checkpoint = _checkpoint_of(folder)
+    checkpoint = opened(folder)
     faults = folders.damaged(checkpoint.path)
     if faults:
         raise InputError("\n".join(faults))
@@ -118,13 +119,6 @@ def export_command(
         lambda: {"folder": str(target), "files": names},
     )
     return DONE
-
-
-def _checkpoint_of(folder: Path) -> Checkpoint:
-    """The checkpoint of a folder."""
-    from parcompiler.runtime.checkpoint import folder as folders
-
-    return folders.read(folders.find(folder))
 
 
 def _text(facts: dict[str, Any]) -> str:

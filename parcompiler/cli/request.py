@@ -108,7 +108,7 @@ def compiled(
                 error.add_note(f"(the plan is that of {plan_path})")
             raise
     if checkpoint is not None:
-        check_fits(program.problem.graph, _opened(checkpoint))
+        check_fits(program.problem.graph, opened(checkpoint))
     return program
 
 
@@ -125,7 +125,7 @@ def source(model: str | None, checkpoint: Path | None) -> dict[str, Any]:
     return {"model": model, "configuration": read(Path(model.removeprefix(HF)))}
 
 
-def _opened(folder: Path) -> Checkpoint:
+def opened(folder: Path) -> Checkpoint:
     """The checkpoint of a folder."""
     from parcompiler.runtime.checkpoint import folder as folders
 
@@ -136,7 +136,7 @@ def _saved(folder: Path) -> Request:
     """The request of a checkpoint's program."""
     from parcompiler.request import Request
 
-    return Request.saved(_opened(folder))
+    return Request.saved(opened(folder))
 
 
 def _device_of(saved: Request) -> str:

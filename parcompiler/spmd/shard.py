@@ -223,9 +223,9 @@ class _Sharding(RepeatedRewriting):
         self._record(node, made, strategy.outputs)
         for changed in updated:
             self._forget(changed, node)
-        # Of others it must be a rank's own work, which every stage can do for itself.
-        own = node.name in self.carrying or all(x.is_whole for x in strategy.outputs)
-        if node in self.outside and own:
+        # Every stage can take pieces of a whole value by itself, so early ones cost nothing.
+        is_whole = all(placement.is_whole for placement in strategy.outputs)
+        if node in self.outside and (is_whole or node.name in self.carrying):
             self._convert_early(node)
 
     def _first(self, numbers: fx.Node, placement: Placement, user: fx.Node) -> fx.Node:

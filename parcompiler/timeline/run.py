@@ -8,8 +8,9 @@
 
 A message is an exchange of one task, or of all backwards of a rank that add to one gradient, on the
 lane of a directed link; a collective is an exchange of one task of each rank, on the lane of its
-group. So every moment is the latest of a few earlier ones, and one walk over the orders finds them
-all: a rank that needs something that has not ended yet is put aside until it has.
+group. So every moment is the latest of a few earlier ones. A walk over the orders lists the events
+behind their causes (`ordered`): a rank that needs an event that is not listed yet waits until it
+is. The list serves for any seconds (`EventOrder.run`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ import pytest
 import parcompiler as pc
 from tests.architectures import ALL, CHOSEN, REFUSED, build
 
+# Of an EncoderDecoderModel with labels: they say that it computes its own loss.
+pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
+
 
 def check(name: str, *pipelines: int) -> None:
     model, inputs, loss = build(name)
