@@ -151,7 +151,17 @@ def _best_level(
             best = step, trial
     if best is None or _lower_bound(problem, best[1]) >= most:
         raise refusal or InfeasibleError(_too_long(most))
-    return best[1]
+    return _at_lowest_level(problem, best[1], min(most, best[0] / (1 - MARGIN)))
+
+
+def _at_lowest_level(problem: Problem, plan: Plan, enough: float) -> Plan:
+    """The plan at the lowest level at which it fits and its step is at most `enough` seconds."""
+    for level in range(plan.zero or 0):
+        share = share_of(local(problem, plan), plan, level)
+        if share.fits and share.step <= enough:
+            plan = dataclasses.replace(plan, zero=level)
+            return reconsidered(local(problem, plan), plan)
+    return plan
 
 
 def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:

@@ -117,6 +117,14 @@ def test_gradients_are_shared_out_where_states_alone_do_not_fit() -> None:
     assert tight.report().ranks[0].gradients == levels[tight.plan.zero or 0].gradients
 
 
+def test_a_plan_that_was_made_for_a_level_takes_a_lower_one_that_does() -> None:
+    mesh = {"pipeline": 4, "data": 2}
+    whole = max(compiled(mesh=mesh).simulate().peak_memory)
+    program = compiled(int(0.8 * whole), mesh=mesh, schedule="1f1b")  # it was made for level 2
+    assert program.plan.zero == 1
+    assert not program.plan.recompute
+
+
 def test_what_a_level_takes_is_what_a_plan_with_it_takes() -> None:
     levels = compiled().report().levels
     for share in levels:
