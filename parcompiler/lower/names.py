@@ -16,6 +16,7 @@ from parcompiler.capture.blocks import Cut, steps
 from parcompiler.capture.templates import EMITTED, identifier, unique
 from parcompiler.graph import Graph
 from parcompiler.naming.source import spoken_name
+from parcompiler.spmd.runtime_call import is_conversion
 
 
 def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
@@ -65,7 +66,9 @@ def _own_names(cut: Cut) -> Mapping[fx.Node, str]:
 
 
 def _buffer_name(graph: Graph, node: fx.Node) -> str | None:
-    """The buffer that a node takes a part of: `cos` for `self.cos[:12]`."""
+    """The buffer that a node takes a part of: `cos` for `self.cos[:12]`, and for a rank's piece."""
+    if is_conversion(node):
+        node = node.all_input_nodes[0]
     read = [graph.by_node[o.name] for o in node.all_input_nodes if o.name in graph.by_node]
     if len(read) != 1 or len(node.all_input_nodes) != 1:
         return None

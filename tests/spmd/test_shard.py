@@ -11,6 +11,7 @@ from transformers import JetMoeConfig, JetMoeForCausalLM
 import parcompiler as pc
 from parcompiler.capture.blocks import cut
 from parcompiler.graph import Block, Graph
+from parcompiler.lower.names import variables
 from parcompiler.models import gpt
 from parcompiler.passes.shard.local import local
 from parcompiler.pieces import Shard
@@ -131,8 +132,11 @@ def test_what_layers_read_from_outside_is_converted_there() -> None:
 def test_tables_that_all_layers_read_in_pieces_are_taken_once() -> None:
     model, inputs = zoo.build("llama")
     program = pc.compile(model, pc.Mesh(context=2), inputs, progress=False)
-    taken = [node.name for node in conversions(program.problem.graph) if "take" in node.name]
-    assert taken == ["slice_1_take", "slice_2_take", "tokens_take"]  # cosines, sines
+    graph = program.problem.graph
+    taken = {node.name: node for node in conversions(graph) if "take" in node.name}
+    assert [*taken] == ["slice_1_take", "slice_2_take", "tokens_take"]
+    names = variables(graph, cut(graph, 1))
+    assert (names[taken["slice_1_take"]], names[taken["slice_2_take"]]) == ("cos", "sin")
 
 
 def test_what_readers_need_otherwise_is_converted_where_each_needs_it() -> None:
