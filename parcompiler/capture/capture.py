@@ -226,7 +226,7 @@ def _check_inputs(inputs: Batch) -> None:
     seen: set[str] = set()
     for key, leaf in flat(inputs):
         if key in seen:
-            message = f"two inputs are {key!r} (keys are joined by points): rename one of them"
+            message = f"two inputs are {key!r} (keys are joined by dots): rename one of them"
             raise InputError(message)
         seen.add(key)
         if isinstance(leaf, torch.Tensor):
@@ -236,8 +236,9 @@ def _check_inputs(inputs: Batch) -> None:
                 message = f"the input {key!r} has no rows (shape {shape}): give one or more"
                 raise InputError(message)
         elif hasattr(leaf, "__array__") and not isinstance(leaf, int | float):
+            library = type(leaf).__module__.partition(".")[0]
             message = (
-                f"the input {key!r} is a numpy.{type(leaf).__name__}: give a tensor "
+                f"the input {key!r} is a {library}.{type(leaf).__name__}: give a tensor "
                 "(torch.as_tensor), or a number of Python for a constant"
             )
             raise InputError(message)

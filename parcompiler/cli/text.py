@@ -154,13 +154,14 @@ def _encoded(
             raise InputError(message) from error
         in_bytes = (torch.tensor([*text.encode()]) for text, _ in _texts(data))
         return in_bytes, 256
-    try:
-        made = _trained(data, size) if tokenizer is None else Tokenizer.from_file(str(tokenizer))
-    except Exception as error:
-        if tokenizer is None:
-            raise
-        message = f"{tokenizer} is no tokenizer.json ({error})"
-        raise InputError(message) from error
+    if tokenizer is None:
+        made = _trained(data, size)
+    else:
+        try:
+            made = Tokenizer.from_file(str(tokenizer))
+        except Exception as error:  # the package raises nothing narrower
+            message = f"{tokenizer} is no tokenizer.json ({error})"
+            raise InputError(message) from error
     made.save(str(save / TOKENIZER))
     return _by(made, _texts(data)), max(made.get_vocab().values()) + 1
 

@@ -175,7 +175,7 @@ def test_two_inputs_of_one_key_are_refused() -> None:
             return (d["a.b"] + d["a"]["b"]).sum()
 
     inputs = {"d": {"a.b": rows(WIDTH), "a": {"b": rows(WIDTH)}}}
-    with pytest.raises(InputError, match=r"two inputs are 'd\.a\.b' \(keys are joined by points\)"):
+    with pytest.raises(InputError, match=r"two inputs are 'd\.a\.b' \(keys are joined by dots\)"):
         capture(Sum(), inputs)
 
 
