@@ -18,12 +18,14 @@ the answer is at most MARGIN longer than every known step and every remaining bo
 the plainest plan of its mesh, which is taken (`decide.plainest`).
 
 Context ranks multiply the number of meshes, and each needs a search for what they exchange. So
-meshes without context ranks come first. Once there is an answer, only its neighbours with context
-ranks (one prime factor moves to another axis) are weighed, and only if its ranks recompute, or have
-fewer micro-batches than the pipeline has ranks. The neighbours of the mesh with the lowest sharp
-bound or step are weighed too: to follow bounds costs a tenth of planning. As long as that bound is
-far above the lowest bound of any mesh, the neighbours of the latter mesh are weighed instead, so
-that a good plan is found soon.
+meshes without context ranks come first, unless all of them take much longer than others may. Once
+there is an answer, only its neighbours with context ranks (one prime factor moves to another axis)
+are weighed, and only if its ranks recompute, or have fewer micro-batches than the pipeline has
+ranks. The neighbours of the mesh with the lowest sharp bound or step are weighed too: to follow
+bounds costs a tenth of planning. As long as that bound is far above the lowest bound of any mesh,
+the neighbours of the latter mesh are weighed instead, so that a good plan is found soon. A mesh
+without a pipeline is planned as soon as its bound is low: that takes a tenth as long, and its step
+excludes pipelines.
 
 The bound `even` assumes, as the schedule pass does, that no stages are better than even ones. An
 interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -58,7 +60,7 @@ from parcompiler.problem import Problem
 from parcompiler.spmd.experts import divisible
 
 # Reasons for a lower bound, as the report gives them after its seconds.
-WORK = "its work, and the wait for it, take that"
+WORK = "its work, and the wait for it, or its exchange, take that"
 EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
 SHALLOW = 8  # most pipeline ranks of a shallow mesh
@@ -245,38 +247,42 @@ class MeshSearch:
 
     @property
     def _eligible(self) -> list[Unweighed]:
-        """The open meshes to weigh now. Before there is an answer, only shallow ones, which are
-        bounded and planned fastest. Then all but rare ones, and these rare ones: neighbours of the
-        answer and of the mesh in the lead (with context ranks only if ranks lack room for
-        activations, or micro-batches to be busy), and those that divide the rows of a mesh that
-        lacks room."""
+        """The open meshes to weigh now. Before there is an answer, only shallow ones without
+        context ranks, which are bounded and planned fastest, unless all take FIRST times what
+        others may take. Then all but rare ones, and these rare ones: neighbours of the answer and
+        of the mesh in the lead (with context ranks only if ranks lack room for activations, or
+        micro-batches to be busy), and those that divide the rows of a mesh that lacks room."""
         if not self.planned:
             near = [x for x in self.open if not self._is_wide(x.candidate)]
             plain = [x for x in near if x.candidate.mesh.context == 1] or near
-            return [x for x in plain if x.candidate.mesh.pipeline <= SHALLOW] or plain
-        best, lead = self._best, self._lead
-        mesh, plan = best.candidate.mesh, best.plan
-        short = plan.recompute or plan.selective or plan.microbatches < mesh.pipeline
-        cramped = lead.context > 1 or mesh.context > 1 or short
+            shallow = [x for x in plain if x.candidate.mesh.pipeline <= SHALLOW] or plain
+            if not near or _lowest(shallow) <= FIRST * _lowest(near):
+                return shallow
+        leads, short = [self._lead] if self.open else [], True
+        if self.planned:
+            mesh, plan = self._best.candidate.mesh, self._best.plan
+            leads.append(mesh)
+            short = bool(plan.recompute or plan.selective or plan.microbatches < mesh.pipeline)
+        cramped = short or any(lead.context > 1 for lead in leads)
 
         def counts(item: Unweighed) -> bool:
             other = item.candidate.mesh
-            near = are_neighbours(other, mesh) or are_neighbours(other, lead)
-            useful = near and (cramped or other.context == 1)
+            useful = any(are_neighbours(other, lead) for lead in leads)
+            useful = useful and (cramped or other.context == 1)
             useful = useful or any(_divides_rows_of(mesh, other) for mesh in self.cramped)
-            return not self._is_rare(item.candidate) or item.is_sharp or bool(useful)
+            return not self._is_rare(item.candidate) or item.is_sharp or useful
 
         return [item for item in self.open if counts(item)]
 
     @property
     def _lead(self) -> Mesh:
         """The mesh with the shortest step, planned or by its sharp bound; or, where that is more
-        than FIRST times the lowest bound, the mesh with the lowest bound."""
+        than FIRST times the lowest refined bound, the mesh with the latter."""
         known = [(one.seconds, one.candidate) for one in self.planned]
         known += [(item.bound, item.candidate) for item in self.open if item.is_sharp]
-        first = min(known, key=lambda pair: pair[0])
-        roughly = [(item.bound, item.candidate) for item in self.open if item.why != WORK]
-        least = min(roughly, key=lambda pair: pair[0], default=first)
+        refined = [item for item in self.open if item.why != WORK] or self.open
+        rough = [(item.bound, item.candidate) for item in refined] or known
+        first, least = (min(x or rough, key=lambda pair: pair[0]) for x in (known, rough))
         return (least if first[0] > FIRST * least[0] else first)[1].mesh
 
     def _is_rare(self, candidate: Candidate) -> bool:
@@ -290,12 +296,13 @@ class MeshSearch:
 
     def _next(self) -> Unweighed | None:
         """Of the meshes that may be the answer, the plainest with about the lowest bound: it is
-        planned fastest, and excludes the others."""
+        planned fastest, and excludes the others. Rare ones come last, unless they are planned
+        fast: without a pipeline."""
         near = AHEAD * self._lowest()
         first = (item for item in self._matters() if item.bound <= near)  # measured: all are 0
 
         def rank(item: Unweighed) -> tuple[float, ...]:
-            is_rare = self._is_rare(item.candidate)
+            is_rare = self._is_rare(item.candidate) and item.candidate.mesh.pipeline > 1
             return (1, item.bound) if is_rare else (0, *_plainness(item.candidate))
 
         return min(first, key=rank, default=None)
@@ -483,3 +490,8 @@ def _plainness(candidate: Candidate) -> tuple[int, ...]:
 def _divides_rows_of(one: Mesh, other: Mesh) -> bool:
     """Whether `other` is `one` with a prime factor of its data ranks moved to context ranks."""
     return one.data > other.data and one.context < other.context and are_neighbours(one, other)
+
+
+def _lowest(items: Sequence[Unweighed]) -> float:
+    """The lowest bound of some meshes, in seconds."""
+    return min(item.bound for item in items)

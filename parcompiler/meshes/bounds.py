@@ -4,10 +4,12 @@ Given       c[i]        seconds of block i on t devices at best, forward and bac
                         micro-batch: its arithmetic and traffic over t, all of its kernels
             p, t        ranks of the pipeline axis; of the tensor and context axes together
             m, v        micro-batches on each data rank, the most stages on a rank
+            g, s        seconds to gather all parameters, to reduce-scatter all gradients
 Bytes       states of all parameters / (p · tensor), or what a block keeps for its backward / t
 Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank; with
                         even stages also the wait of the last rank for its first micro-batch:
                         (p - 1) of p v stages
+            exchange    m (2 g + s) / (p · tensor), where memory leaves only ZeRO 3
             even        the bound of `passes.least`
 
 Layers of the vocabulary may be spread over all ranks: only the matrix products of blocks with such
@@ -27,7 +29,7 @@ from typing import NamedTuple
 from torch import fx
 
 from parcompiler.capture.effects import name_of
-from parcompiler.cost import BlockCost, Operation, seconds
+from parcompiler.cost import BlockCost, Operation, collective, seconds
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
 from parcompiler.passes.least import ROUNDING
@@ -112,7 +114,36 @@ class Bounds:
         first micro-batch. 0 where times are measured."""
         if self.problem.bench is not None:
             return 0.0
-        return self._busy(candidate, is_even=is_even) * ROUNDING
+        bound = max(self._busy(candidate, is_even=is_even), self._exchanging(candidate))
+        return bound * ROUNDING
+
+    def _exchanging(self, candidate: Candidate) -> float:
+        """Seconds in which a mean rank gathers parameters for both passes and scatters gradients,
+        where memory leaves only ZeRO 3; else 0. It does one of them at a time, beside compute."""
+        mesh = candidate.mesh
+        ranks, there = mesh.pipeline * mesh.tensor, dataclasses.replace(self.problem, mesh=mesh)
+        if there.zero < 3 or self._states_at(mesh, 2) <= ranks * there.room(self.problem.device):
+            return 0.0
+        gathered, scattered = self._exchanged
+        replicas = mesh.grid.replicas([0])
+        gather = collective.joined(mesh, "all-gather", gathered, replicas)
+        scatter = collective.joined(mesh, "reduce-scatter", scattered, replicas)
+        return candidate.microbatches * (2 * gather + scatter) / ranks
+
+    @cached_property
+    def _exchanged(self) -> tuple[int, int]:
+        """Bytes of the parameters of all blocks without vocabulary layers, and of their gradients;
+        without experts, which fewer ranks share. At the granularity with the fewest."""
+        graph, found = self.problem.graph, []
+        for level in self.problem.levels:
+            blocks = self.problem.priced(level).cut.blocks
+            own = (block for block in blocks if self._spreadable.isdisjoint(block.nodes))
+            names = {tensor.name for block in own for tensor in block.tensors}
+            items = [graph.by_name[name] for name in names]
+            items = [item for item in items if not (item.buffer or item.experts)]
+            sent = self.problem.sent_bytes(item for item in items if item.trainable)
+            found.append((sum(item.nbytes for item in items), sent))
+        return min(found)
 
     def _busy(self, candidate: Candidate, *, is_even: bool) -> float:
         """Seconds of a rank if all have equal work. The last may do its part of the vocabulary

@@ -209,6 +209,22 @@ def test_no_step_is_below_its_bounds(schedule: str, rows: int) -> None:
     assert any(waiting)
 
 
+@pytest.mark.parametrize(("tensor", "memory"), [(1, 110), (2, 57)])
+def test_where_only_zero_3_fits_its_exchange_is_a_bound(tensor: int, memory: int) -> None:
+    model = captured(dataclasses.replace(LARGE, layers=7, vocabulary=64))
+    device = dataclasses.replace(fits(memory * 2**20), devices_per_node=1)
+    mesh = pc.Mesh(1, tensor, 8, device=device)
+    program = pc.compile(model, mesh, microbatches=2, schedule="1f1b")
+    assert program.plan.zero == 3
+    bounds = Bounds(dataclasses.replace(program.problem, mesh=pc.Mesh(device=device)))
+    least = bounds.seconds(Candidate(mesh, 2, 0))
+    roomy = dataclasses.replace(device, memory=2 * device.memory)
+    ample = Bounds(dataclasses.replace(program.problem, mesh=pc.Mesh(device=roomy)))
+    alone = ample.seconds(Candidate(dataclasses.replace(mesh, device=roomy), 2, 0))
+    even = least_step(program.problem, start(program.problem))
+    assert 1.2 * alone < least <= min(even, program.simulate().step_time)
+
+
 def test_the_plan_is_one_of_its_mesh() -> None:
     model = captured(SMALL)
     found = pc.compile(model, pc.Cluster(1, 4, "h100"), microbatches=8, schedule="1f1b")
