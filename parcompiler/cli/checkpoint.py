@@ -103,15 +103,19 @@ def export_command(
     from parcompiler.runtime.checkpoint import pretrained
 
     checkpoint = opened(folder)
+    configuration = pretrained.configuration(config)
     faults = folders.damaged(checkpoint.path)
     if faults:
         raise InputError("\n".join(faults))
     kind = None if dtype is None else getattr(torch, dtype)
     shards = pretrained.PublishedFiles.of(checkpoint, pretrained.SHARD_SIZE, kind)
+    if target.exists() and not target.is_dir():
+        message = f"cannot write weights into {target}: it is not a folder"
+        raise InputError(message)
     with output.writing(target):
         target.mkdir(parents=True, exist_ok=True)
         shards.write(target)
-        shards.publish(target, config)
+        shards.publish(target, configuration)
     names = sorted(shards.files)
     output.result(
         form,

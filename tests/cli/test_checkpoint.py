@@ -51,6 +51,21 @@ def test_its_weights_are_exported(
     assert "weights of step 1 in model.safetensors" in capsys.readouterr().out
 
 
+def test_what_cannot_be_exported_is_named_before_anything_is_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "text"
+    text.write_text("no JSON")
+    for option, message in (
+        (["--config", "no.json"], "cannot read the configuration no.json (No such file or direc"),
+        (["--config", str(text)], f"the configuration {text} is not JSON (Expecting value"),
+        (["--output", str(text)], f"cannot write weights into {text}: it is not a folder"),
+    ):
+        assert run(["checkpoint", "export", str(folder), "--output", str(out), *option]) == 2
+        assert message in capsys.readouterr().err
+        assert not out.exists()
+
+
 def test_its_files_are_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoint", "check", str(folder)]) == 0
     path = next(folder.glob("*/rank_0.safetensors"))

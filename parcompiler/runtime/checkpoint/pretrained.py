@@ -223,8 +223,7 @@ class PublishedFiles:
     def publish(self, folder: Path, config: Any) -> None:
         """Give hidden files their names, write index and configuration, and remove other weights.
 
-        `config` is a dictionary, a path, an object with `save_pretrained(folder)`, or None.
-        Raises OSError.
+        `config` is what `configuration` returns. Raises OSError.
         """
         stale = {path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
         for path in stale - {folder / name for name in self.files}:
@@ -249,19 +248,33 @@ class PublishedFiles:
         )
 
 
-def _write_config(folder: Path, config: Any) -> None:
-    """Write `config.json`."""
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(str(folder))
-        return
+def configuration(config: Any) -> Any:
+    """A configuration that is written beside weights: an object with `save_pretrained(folder)`, or
+    a dictionary, which a path is read to; None: none. Raises InputError for anything else."""
     if isinstance(config, str | Path):
         path = Path(config)
-        config = json_of(path / CONFIG if path.is_dir() else path)
-    if not isinstance(config, Mapping):
+        path = path / CONFIG if path.is_dir() else path
+        try:
+            config = json.loads(path.read_bytes())
+        except OSError as error:
+            message = f"cannot read the configuration {path} ({error.strerror})"
+            raise InputError(message) from error
+        except (ValueError, RecursionError) as error:
+            message = f"the configuration {path} is not JSON ({error})"
+            raise InputError(message) from error
+    if not (config is None or isinstance(config, Mapping) or hasattr(config, "save_pretrained")):
         message = (
             "config must be a dictionary, the path of a config.json, or a configuration of "
             f"transformers ({type(config).__name__} given)"
         )
         raise InputError(message)
+    return config
+
+
+def _write_config(folder: Path, config: Any) -> None:
+    """Write `config.json`."""
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(str(folder))
+        return
     (folder / CONFIG).unlink(missing_ok=True)
     write_bytes(folder / CONFIG, json.dumps(dict(config), indent=2).encode())

@@ -248,6 +248,8 @@ class Checkpoints:
     ) -> None:
         """Write weights for others to read. A collective that raises InputError on all ranks."""
         program, what = self._program, "cannot write the weights"
+        given = None if program.rank else config  # rank 0 writes it
+        config = self._on_rank(lambda: published.configuration(given), what)
         pieces = folder / ".pieces"
         path = self.save(pieces, {}, asynchronous=False, keep=None, optimizer=False)
         try:
