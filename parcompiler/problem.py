@@ -239,8 +239,9 @@ class Problem:
         return SPARE * (1 + (self.mesh.pipeline > 1)) if self.gathers else 0.0
 
     def room(self, device: Device) -> int:
-        """Bytes of a device, without those that the option `memory_margin` keeps free."""
-        return device.memory - math.ceil(self.options.memory_margin * device.memory)
+        """Bytes of a device, without those that the option `memory_margin` keeps free; at least
+        one."""
+        return max(1, device.memory - math.ceil(self.options.memory_margin * device.memory))
 
     @cached_property
     def levels(self) -> range:

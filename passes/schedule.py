@@ -74,7 +74,16 @@ class SchedulePass(Pass):
 
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
         """The plainest candidate within the margin of the shortest, and all that were weighed."""
-        weighing = Weighing(self, problem, tuple(candidates_for(problem, plan)))
+        candidates = tuple(candidates_for(problem, plan))
+        if not candidates:
+            given = problem.options.virtual_stages
+            message = (
+                "schedule='auto' weighs none with several stages on a rank for a pipeline of "
+                f"{plan.mesh.pipeline} (virtual_stages={given} given): leave virtual_stages out, "
+                "or take more pipeline ranks, or schedule='interleaved'"
+            )
+            raise InfeasibleError(message)
+        weighing = Weighing(self, problem, candidates)
         order = weighing.order()
         for k in filter(weighing.may_win, order):
             weighing.divide(k)

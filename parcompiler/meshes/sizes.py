@@ -34,8 +34,8 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
     wanted: Wanted = given if isinstance(given, str) else _counts(given)
     if wanted not in (GIVEN, AUTO) and (isinstance(wanted, str) or not wanted):
         message = (
-            "microbatch must be 'given', 'auto' or the rows of micro-batches that are weighed, "
-            f"positive integers ({shown(given)} given)"
+            "microbatch must be 'given', 'auto' or numbers of rows, each from 1 to "
+            f"{MOST_PASSES:,} ({shown(given)} given)"
         )
         raise InputError(message)
     if wanted == GIVEN:

@@ -168,7 +168,7 @@ def test_rows_that_a_model_refuses_are_told_and_others_taken() -> None:
     assert str(told[8]).startswith("no micro-batch of 8 rows: Refuses fails on these inputs")
 
 
-WORDS = "microbatch must be 'given', 'auto' or the rows of micro-batches that are weighed"
+WORDS = "microbatch must be 'given', 'auto' or numbers of rows, each from 1 to 262,144"
 
 
 @pytest.mark.parametrize("given", ["large", (), [0], [2, -1], [True], [1.5], 3, None])
