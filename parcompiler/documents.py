@@ -42,6 +42,9 @@ T = TypeVar("T")
 
 def path_of(path: str | PathLike[str]) -> Path:
     """A path that the system can look up. Raises InputError if it cannot."""
+    if isinstance(path, str) and not path:  # pathlib takes it for the current folder
+        message = "'' is no path (it is empty): write . for the current folder"
+        raise InputError(message)
     try:
         checked = Path(path)
         checked.exists()
@@ -179,7 +182,9 @@ def _check_text(text: str, place: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"{place} has half a character ({text[:20]!r} found)"
+            message = (
+                f"{place} has a surrogate (half of a character) by itself ({text[:20]!r} found)"
+            )
             raise InputError(message) from error
 
 

@@ -20,7 +20,7 @@ from parcompiler.capture.modes import in_modes
 from parcompiler.errors import InputError, shown
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
-from parcompiler.mesh import whole
+from parcompiler.mesh import Cluster, Mesh, whole
 from parcompiler.options import offered
 from parcompiler.passes.shard.local import local_graph
 from parcompiler.plan import Plan
@@ -38,6 +38,17 @@ if TYPE_CHECKING:  # methods import these when called: compiling does not need t
     from parcompiler.runtime import RankProgram, Worker
     from parcompiler.symbolic.costs import Costs
     from parcompiler.verification.comparison import Verification
+
+
+def check_launcher(launcher: str, mesh: Mesh | Cluster) -> None:
+    """Refuse launchers of equal nodes for a mesh of several kinds of devices. Raises InputError."""
+    if launcher != "torchrun" and not (isinstance(mesh, Cluster) or mesh.is_uniform):
+        names = ", ".join(device.name for device in mesh.devices)
+        message = (
+            f"launcher {launcher!r} writes a job of equal nodes, and the mesh has several kinds of "
+            f"devices ({names}): take launcher='torchrun'"
+        )
+        raise InputError(message)
 
 
 @dataclass(frozen=True)
@@ -176,12 +187,7 @@ class Program:
         from parcompiler.request import check_published
         from parcompiler.runtime.files import REQUEST
 
-        if launcher != "torchrun" and not self.problem.mesh.is_uniform:
-            message = (
-                f"launcher {launcher!r} writes a job of equal nodes, and the mesh has several "
-                f"devices ({', '.join(self.plan.mesh.devices)}): take launcher='torchrun'"
-            )
-            raise InputError(message)
+        check_launcher(launcher, self.problem.mesh)
         each = min(device.devices_per_node for device in self.problem.devices)
         launch = Launch(launcher, int(each))
         request = dataclasses.replace(self.request, model=model, configuration=configuration)

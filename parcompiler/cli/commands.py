@@ -128,12 +128,23 @@ def compile_command(
     parcompiler compile hf:config.json --pretrained weights/ --mesh tensor=8 --export out/
     """
     output.check_folder(folder)
-    program = compiled_program(settings, **request)
+    model, checkpoint = request["model"] or "", request["checkpoint"]
+    if pretrained is not None:
+        from parcompiler.runtime.checkpoint.pretrained import opened
+
+        opened(pretrained)
+    elif weights and model.startswith(words.HF):
+        message = f"an hf: model has no weights to write: {_without_weights(model, meta=True)}"
+        raise InputError(message)
+    from parcompiler.program import check_launcher
+
+    program = compiled_program(
+        settings, check_place=lambda place: check_launcher(launcher, place), **request
+    )
     report = program.report()
-    checkpoint = request["checkpoint"]
     meta = any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
     given = pretrained is not None or checkpoint is not None
-    advice = _without_weights(request["model"] or "", meta=meta)
+    advice = _without_weights(model, meta=meta)
     if weights and meta and pretrained is None:
         message = f"the model has no weights to write (meta device): {advice}"
         raise InputError(message)
@@ -193,6 +204,9 @@ def verify_command(
     parcompiler verify model.py:make --mesh pipeline=2,tensor=2
     parcompiler verify model.py:make --plan plan.json
     """
+    from parcompiler.verification.check import check_device
+
+    check_device(on)
     program = compiled_program(settings, **request)
     with output.result_only():
         shown = not settings.quiet
@@ -277,11 +291,11 @@ def report_command(
     help="What to multiply, such as float32,bfloat16. Default: all that the device is made for.",
 )  # fmt: skip
 @click.option(
-    "--threads", type=options.COUNT, default=1, show_default=True, metavar="N",
+    "--threads", type=click.IntRange(1, 4096), default=1, show_default=True, metavar="N",
     help="Threads of a rank on a CPU.",
 )  # fmt: skip
 @click.option(
-    "--seconds", type=click.FloatRange(min=0, max=600, min_open=True), default=0.2,
+    "--seconds", type=options.Real(min=0, max=600, min_open=True), default=0.2,
     show_default=True, metavar="S", help="About how long each measurement takes.",
 )  # fmt: skip
 @click.option(

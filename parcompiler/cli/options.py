@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import starmap
 from typing import Any, TypeVar
@@ -16,11 +17,44 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
 
 
+MOST = 2**31 - 1  # of counts: sizes and steps beyond overflow somewhere
+
 PATH = words.Typed("PATH", path_of, files=True)
-COUNT = click.IntRange(min=1)
-NUMBER = click.IntRange(min=0)
 SEED = click.IntRange(min=0, max=2**63 - 1)  # of torch.manual_seed
-AMOUNT = click.FloatRange(min=0)
+
+
+class Count(click.IntRange):
+    """An integer from `min` to MOST; --help shows only the lower bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number. Raises a usage error."""
+        number = super().convert(value, param, ctx)
+        if number > MOST:
+            self.fail(f"{value} is more than {MOST:,}.", param, ctx)
+        return number
+
+
+class Real(click.FloatRange):
+    """A number within bounds, and `finite` unless that is False; click's range takes nan, too."""
+
+    def __init__(
+        self, min: float | None = None, max: float | None = None, *, min_open: bool = False,
+        max_open: bool = False, finite: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(min, max, min_open, max_open)
+        self.finite = finite
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number. Raises a usage error."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or (self.finite and math.isinf(number)):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+COUNT = Count(min=1)
+NUMBER = Count(min=0)
+AMOUNT = Real(min=0)
 
 
 def _set(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -148,7 +182,7 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--optimizer", words.listed("NAME", words.OPTIMIZERS),
      f"Whose states the memory model counts: {', '.join(words.OPTIMIZERS)}. "
      "Default: adamw."),
-    ("--memory-margin", click.FloatRange(0, 1, max_open=True),
+    ("--memory-margin", Real(0, 1, max_open=True),
      "Part of each device's memory that plans keep free, as 0.05. Default: 0."),
     ("--plan", PATH,
      "Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "

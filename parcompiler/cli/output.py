@@ -123,33 +123,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder for one run at a time. Raises InputError while another holds it.
-
-    The system releases the lock when the process ends in any way. Without locks, or if other
-    machines do not see them, two runs are not detected.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows has none
-        yield
-        return
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(held)
-        message = f"another run writes into {folder}: let it end, or name another --save"
-        raise InputError(message) from error
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        os.close(held)
-
-
-@contextmanager
 def result_only() -> Iterator[None]:
     """Redirect prints of a model, while it is made or captured, to standard error."""
     with redirect_stdout(sys.stderr):

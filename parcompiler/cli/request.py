@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,13 +35,14 @@ def compiled(
     rows: int | None,
     schedule: str | None,
     real: bool = False,
+    check_place: Callable[[Mesh | Cluster], None] = lambda _: None,
     **decisions: Any,
 ) -> Program:
     """The program. Raises what `compile` raises, and InputError for paths and models.
 
     Options that are not given are None; `decisions` are other arguments of `compile`. An hf: model
-    has values if `real`. Invalid options are refused before the model is made, which may take
-    longer than everything else.
+    has values if `real`. `check_place` may refuse the mesh or cluster. Invalid options are refused
+    before the model is made, which may take longer than everything else.
     """
     if model is None and checkpoint is None:
         message = "Missing argument 'MODEL': see --help"
@@ -90,6 +92,7 @@ def compiled(
     fields = {name: value for name, value in arguments.items() if name != "microbatch"}
     options = Options(**{"microbatches": 1, **fields})
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
+    check_place(place)
     progress = not settings.quiet
     with result_only(), remarks_left_out(model or HF):
         with Progress(progress) as steps, steps("model"):
@@ -97,7 +100,7 @@ def compiled(
                 name = cast("str", model)
                 module, inputs, arguments["loss"] = load(name, sequence, rows, real=real)
             else:
-                module, inputs = _configured(model, saved, sequence, rows)
+                module, inputs = _configured(model, saved, sequence, rows, real=real)
         if saved is not None and plan is None and "microbatches" not in arguments:
             data = 1 if isinstance(place, Cluster) else place.data
             arguments["microbatches"] = saved.microbatches_for(_samples(inputs), data)
@@ -150,7 +153,7 @@ def _device_of(saved: Request) -> str:
 
 
 def _configured(
-    model: str | None, saved: Request, sequence: int | None, rows: int | None
+    model: str | None, saved: Request, sequence: int | None, rows: int | None, *, real: bool
 ) -> tuple[Any, Any]:
     """The model of the given configuration, or else of the checkpoint's, with inputs of the sizes
     in the checkpoint's program."""
@@ -159,7 +162,7 @@ def _configured(
     path = Path((model or saved.model or "").removeprefix(HF))
     data = dict(saved.configuration or {}) if model is None else read(path)
     shape = saved.inputs.get("input_ids", (None, [1, None]))[1]
-    return made(data, path, sequence or shape[1], rows or shape[0])
+    return made(data, path, sequence or shape[1], rows or shape[0], real=real)
 
 
 def _samples(inputs: Any) -> int:

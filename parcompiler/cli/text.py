@@ -11,6 +11,7 @@ by piece, each time they are needed: they may be larger than the memory.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,6 @@ import torch
 from parcompiler.cli.output import note
 from parcompiler.cli.words import HF
 from parcompiler.errors import InputError
-from parcompiler.runtime.checkpoint.folder import FACTS, complete
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.tokens import columns, described, write_tokens
 
@@ -33,27 +33,39 @@ BATCH = 64  # pieces that are encoded at once
 Piece = tuple[str, bool]  # a part of a text, and whether it is the last
 
 
-def check_paths(*paths: Path) -> None:
-    """Refuse paths of texts and tokenizers that do not exist. Raises InputError."""
-    for path in paths:
+def check(data: Sequence[Path], tokenizer: Path | None) -> None:
+    """Refuse data whose first text cannot be read, and what is no tokenizer, before anything is
+    compiled. Raises InputError."""
+    for path in data:
         if not path.exists():
             message = f"cannot read {path} (there is no such file or folder)"
             raise InputError(message)
+    if _are_tokens(data):
+        described(data[0])
+    else:
+        for path in data:
+            next(_texts([path]), None)
+    if tokenizer is not None:
+        _opened(tokenizer)
+
+
+def _are_tokens(data: Sequence[Path]) -> bool:
+    """Whether the data are a file of tokens already."""
+    return len(data) == 1 and data[0].suffix == ".bin"
 
 
 def tokens_of(
     data: Sequence[Path], tokenizer: Path | None, model: str, save: Path, program: RankProgram,
-    resume: str, quiet: bool,
+    resumed: Path | None, quiet: bool,
 ) -> Path:  # fmt: skip
     """The file of tokens for some paths; made once, and again when a path or the tokenizer changes.
 
-    A resumed run (`resume` is auto, no, or a path) keeps its tokenizer unless one is given, as its
+    A run that goes on from the checkpoint `resumed` keeps its tokenizer unless one is given, as its
     weights fit no other. Raises InputError for data that is no text, and if a package is
     missing."""
-    if len(data) == 1 and data[0].suffix == ".bin":
-        described(data[0])
+    if _are_tokens(data):
         return data[0].absolute()
-    kept = _kept(save, resume) if tokenizer is None else None
+    kept = _kept(resumed) if tokenizer is None else None
     (tokens, _), target = columns(program), save / "tokens.bin"
     size = next(s.high for s in program.inputs.values() if s.key == tokens)
     beside = Path(model.removeprefix(HF))
@@ -83,14 +95,10 @@ def tokens_of(
     return target.absolute()
 
 
-def _kept(save: Path, resume: str) -> Path | None:
-    """The tokenizer of the resumed run, if there is one."""
-    if resume == "no":
-        return None
-    folder = save if resume == "auto" else Path(resume)
-    is_checkpoint = (folder / FACTS).is_file()
-    file = (folder.parent if is_checkpoint else folder) / TOKENIZER
-    return file if file.exists() and (is_checkpoint or complete(folder)) else None
+def _kept(resumed: Path | None) -> Path | None:
+    """The tokenizer in the folder of the run that goes on, if there is one."""
+    file = None if resumed is None else resumed.parent / TOKENIZER
+    return file if file is not None and file.exists() else None
 
 
 def _texts(data: Sequence[Path]) -> Iterator[Piece]:
@@ -103,13 +111,16 @@ def _texts(data: Sequence[Path]) -> Iterator[Piece]:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
         if not files:
-            message = f"{path} has no text (files of {', '.join(KINDS)})"
+            message = f"{path} has no text files ({', '.join(KINDS)}): give another --data"
             raise InputError(message)
         for file in files:
             try:
                 yield from _pieces(file)
             except (OSError, UnicodeDecodeError) as error:
-                message = f"cannot read {file} as text ({error}): give UTF-8, or a file of tokens"
+                message = (
+                    f"cannot read {file} as text ({error}): --data takes texts in UTF-8, or a file "
+                    "of tokens (.bin)"
+                )
                 raise InputError(message) from error
 
 
@@ -128,10 +139,14 @@ def _of_datasets(path: Path) -> Iterator[str]:
     try:
         from datasets import load_from_disk  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        message = f"{path} is a data set: pip install datasets to read it"
+        message = f"{path} is a data set of the package datasets: pip install datasets"
         raise InputError(message) from error
-    found: Any = load_from_disk(str(path))
-    found = found["train"] if isinstance(found, dict) else found
+    try:
+        found: Any = load_from_disk(str(path))
+        found = found["train"] if isinstance(found, dict) else found
+    except Exception as error:  # the package raises nothing narrower
+        message = f"cannot read the data set {path} ({type(error).__name__}: {error})"
+        raise InputError(message) from error
     if "text" not in found.column_names:
         message = f"{path} has no column 'text' (it has: {', '.join(found.column_names)})"
         raise InputError(message)
@@ -143,27 +158,36 @@ def _encoded(
 ) -> tuple[Iterator[torch.Tensor], int]:
     """The tokens of texts, with the end of each marked if the tokenizer can, and their upper
     bound."""
+    if tokenizer is None and importlib.util.find_spec("tokenizers") is None:
+        if size is not None and size < 256:
+            message = (
+                f"without the package tokenizers, the tokens are 256 bytes, and the model has only "
+                f"{size} tokens: pip install 'parcompiler[train]'"
+            )
+            raise InputError(message)
+        in_bytes = (torch.tensor([*text.encode()]) for text, _ in _texts(data))
+        return in_bytes, 256
+    made = _trained(data, size) if tokenizer is None else _opened(tokenizer)
+    made.save(str(save / TOKENIZER))
+    return _by(made, _texts(data)), max(made.get_vocab().values()) + 1
+
+
+def _opened(path: Path) -> Any:
+    """The tokenizer of a file. Raises InputError where there is none, or no package to read it."""
+    if not path.is_file():
+        reason = "it is a folder" if path.is_dir() else "there is no such file"
+        message = f"cannot read {path} ({reason}): --tokenizer takes a tokenizer.json"
+        raise InputError(message)
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        if tokenizer is not None:
-            message = f"pip install 'parcompiler[train]' to read {tokenizer}"
-            raise InputError(message) from error
-        if size is not None and size < 256:
-            message = f"bytes are 256 tokens, and the model has {size}: install tokenizers"
-            raise InputError(message) from error
-        in_bytes = (torch.tensor([*text.encode()]) for text, _ in _texts(data))
-        return in_bytes, 256
-    if tokenizer is None:
-        made = _trained(data, size)
-    else:
-        try:
-            made = Tokenizer.from_file(str(tokenizer))
-        except Exception as error:  # the package raises nothing narrower
-            message = f"{tokenizer} is no tokenizer.json ({error})"
-            raise InputError(message) from error
-    made.save(str(save / TOKENIZER))
-    return _by(made, _texts(data)), max(made.get_vocab().values()) + 1
+        message = f"{path} needs the package tokenizers: pip install 'parcompiler[train]'"
+        raise InputError(message) from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        message = f"{path} is not a tokenizer.json ({error})"
+        raise InputError(message) from error
 
 
 def _by(tokenizer: Any, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
@@ -185,7 +209,11 @@ def _trained(data: Sequence[Path], size: int | None) -> Any:
     from tokenizers.trainers import BpeTrainer
 
     if size is None or size <= 256:
-        message = f"--tokenizer is missing: the model has {size or 'any number of'} tokens"
+        known = "the model does not say how many it has" if size is None else f"it has {size}"
+        message = (
+            "--tokenizer is missing: a tokenizer is made of the text only for a model of more than "
+            f"256 tokens ({known})"
+        )
         raise InputError(message)
     made = Tokenizer(BPE())
     made.pre_tokenizer = ByteLevel(add_prefix_space=False)

@@ -9,6 +9,8 @@ into the shared folder, the others wait for it, and each runs its script in its 
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import runpy
 import shutil
@@ -18,15 +20,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from parcompiler.cli import options, output
+from parcompiler.cli import options, output, words
 from parcompiler.cli.commands import MODEL_FORMS
 from parcompiler.cli.output import DONE, Settings
-from parcompiler.cli.request import compiled, source
+from parcompiler.cli.request import compiled, opened, source
 from parcompiler.cli.words import HF
+from parcompiler.errors import InputError
+
+if TYPE_CHECKING:
+    from parcompiler.mesh import Cluster, Mesh
+    from parcompiler.runtime.checkpoint.folder import Checkpoint
 
 PATIENCE = 1800.0  # s that ranks wait for the first one to compile
 GRACE = 60.0  # s that ranks get to end after another has failed
@@ -56,9 +63,9 @@ INTERRUPTED = 130
               help="Steps up to that rate, which falls to a tenth as a cosine.")  # fmt: skip
 @click.option("--weight-decay", type=options.AMOUNT, default=0.1, show_default=True,
               help="Of matrices.")  # fmt: skip
-@click.option("--max-norm", type=click.FloatRange(min=0, min_open=True), default=1.0,
-              show_default=True, help="Of the gradients.")  # fmt: skip
-@click.option("--hold-out", type=click.FloatRange(0, 1, max_open=True), default=0.05,
+@click.option("--max-norm", type=options.Real(min=0, min_open=True, finite=False), default=1.0,
+              show_default=True, help="Norm that gradients are clipped to; inf: none.")  # fmt: skip
+@click.option("--hold-out", type=options.Real(0, 1, max_open=True), default=0.05,
               show_default=True, help="Share of the rows for evaluations.")  # fmt: skip
 @click.option("--evaluate-every", type=options.COUNT, default=50, show_default=True, metavar="N",
               help="Steps from one evaluation to the next.")  # fmt: skip
@@ -67,14 +74,16 @@ INTERRUPTED = 130
 @click.option("--keep", type=options.COUNT, default=3, show_default=True, help="Checkpoints kept.")
 @click.option("--log-every", type=options.COUNT, default=10, show_default=True, metavar="N",
               help="Steps from one line of metrics to the next.")  # fmt: skip
-@click.option("--resume", default="auto", show_default=True, metavar="auto|no|PATH",
-              help="auto: from the newest checkpoint of the folder, if any.")  # fmt: skip
+@click.option("--resume", type=words.RESUME, default="auto", show_default=True,
+              help="What to go on from: auto is the newest checkpoint of the run's folder (or that "
+              "of --checkpoint), if there is one; no begins again.")  # fmt: skip
 @click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard, too.")
 @click.option("--profile", metavar="FIRST-LAST",
               help="Write torch's profile of these steps beside the predicted trace.")  # fmt: skip
 @click.option(
     "--pretrained", type=options.PATH, metavar="FOLDER",
-    help="Published weights to begin from. Default: those that MODEL makes.",
+    help="Published weights to begin from. Default: those that MODEL makes. A run that goes on has "
+    "those of its checkpoint.",
 )  # fmt: skip
 @click.option("--seed", type=options.SEED, default=0, show_default=True,
               help="Of the model's first weights, the order of the data, and dropout.")  # fmt: skip
@@ -98,8 +107,6 @@ def train_command(
     """
     output.check_folder(save / "program")
     program = save / "program"
-    model = request["model"] or ""
-    shifts = model.startswith(HF)
     from parcompiler.runtime.joining import place
 
     rank, size = place() or (0, 0)  # size 0: this process starts the ranks itself
@@ -110,42 +117,66 @@ def train_command(
     if rank == 0:
         import torch
 
-        from parcompiler.cli.text import check_paths, tokens_of
-        from parcompiler.runtime.training import profiled
+        from parcompiler.cli import text
+        from parcompiler.request import check_fits
+        from parcompiler.runtime.checkpoint import pretrained as published
+        from parcompiler.runtime.resuming import alone
+        from parcompiler.runtime.training import profiled, split_rows
 
-        # Refuse invalid paths and steps before anything is compiled.
-        check_paths(*data, *([] if tokenizer is None else [tokenizer]))
+        # Refuse what can be refused before anything is compiled.
+        text.check(data, tokenizer)
         profiled(profile, steps)
+        if tensorboard and importlib.util.find_spec("tensorboard") is None:
+            message = "--tensorboard needs the package tensorboard: pip install tensorboard"
+            raise InputError(message)
+        begun = _begun(save, resume, request["checkpoint"])
+        if begun is not None and begun.step >= steps:
+            done = f"{begun.path} has made all of {steps} steps: only the weights are written"
+            output.note(done, settings.quiet)
+        if pretrained is not None and begun is None:
+            published.opened(pretrained)
         ready.unlink(missing_ok=True)
         with output.writing(save):
             save.mkdir(parents=True, exist_ok=True)
-        click.get_current_context().with_resource(output.alone(save))
+        click.get_current_context().with_resource(alone(save))
         torch.manual_seed(seed)
-        made = compiled(settings, real=pretrained is None, **request)
+        made = compiled(
+            settings, real=pretrained is None and begun is None,
+            check_place=lambda place: _check_place(place, size), **request,
+        )  # fmt: skip
+        if begun is not None:
+            check_fits(made.problem.graph, begun)
         report, ranks = made.report(meshes=False), made.problem.mesh.size
+        origin = source(request["model"], request["checkpoint"])
+        model = origin["model"] or ""
+        labels = "same" if model.startswith(HF) else "next"
+        resumed = None if begun is None else begun.path
+        with output.result_only():
+            tokens = text.tokens_of(
+                data, tokenizer, model, save, made.rank_program(0), resumed, settings.quiet
+            )
+        split_rows(tokens, made.rank_program(0), labels, hold_out, evaluated=hold_out > 0)
         with output.writing(program):
-            made.write(
-                program, report, weights=True if pretrained is None else pretrained,
-                **source(request["model"], request["checkpoint"]),
-            )  # fmt: skip
+            weights = begun is None  # a checkpoint has all that the ranks need
+            made.write(program, report, weights=weights and (pretrained or True), **origin)
         if profile is not None:
             (save / "profile").mkdir(exist_ok=True)
             report.to_trace(save / "profile" / "predicted.json")
-        with output.result_only():
-            rank_program = made.rank_program(0)
-            tokens = tokens_of(data, tokenizer, model, save, rank_program, resume, settings.quiet)
-        ready.write_text(str(tokens), encoding="utf-8")
+        start = {"tokens": str(tokens), "labels": labels, "resumed": resumed and str(resumed)}
+        partial = ready.with_name(f"{ready.name}.partial")
+        partial.write_text(json.dumps(start), encoding="utf-8")
+        partial.replace(ready)  # so that the others read all of it
     else:
         _await(ready)
-    tokens = Path(ready.read_text(encoding="utf-8"))
+    start = json.loads(ready.read_text(encoding="utf-8"))
     arguments = [
-        "--data", tokens, "--labels", "same" if shifts else "next", "--save", save,
+        "--data", start["tokens"], "--labels", start["labels"], "--save", save, "--locked",
         "--steps", steps, "--lr", lr, "--warmup", warmup, "--decay", "cosine",
         "--weight-decay", weight_decay, "--max-norm", max_norm, "--every", every, "--keep", keep,
         "--log-every", log_every,
         "--metrics", save / "metrics.jsonl", "--seed", seed, "--publish", save / "weights",
     ]  # fmt: skip
-    arguments += ["--resume", resume] if resume != "no" else []
+    arguments += ["--resume", start["resumed"]] if start["resumed"] else []
     arguments += ["--hold-out", hold_out, "--evaluate-every", evaluate_every] if hold_out else []
     arguments += ["--tensorboard", save / "tensorboard"] if tensorboard else []
     arguments += ["--profile", profile] if profile else []
@@ -163,6 +194,38 @@ def train_command(
     if code == DONE and tokenizer_file.exists():
         shutil.copy(tokenizer_file, save / "weights" / "tokenizer.json")
     return code
+
+
+def _begun(save: Path, resume: str, checkpoint: Path | None) -> Checkpoint | None:
+    """The checkpoint to go on from; None: begin with the model's weights. Raises InputError where
+    the one that was asked for is not there, or the newest is damaged."""
+    from parcompiler.runtime.checkpoint.folder import complete
+
+    if resume == "no":
+        return None
+    if resume != "auto":
+        return opened(Path(resume))
+    if complete(save):
+        return opened(save)
+    return None if checkpoint is None else opened(checkpoint)
+
+
+def _check_place(place: Mesh | Cluster, started: int) -> None:
+    """Refuse a mesh that the `started` processes (0: none yet), or the devices here, are not
+    enough for."""
+    from parcompiler.mesh import Mesh
+    from parcompiler.runtime.joining import rank_device
+
+    if started and place.size != started:
+        message = (
+            f"the mesh has {place.size} ranks, and {started} processes were started: start "
+            f"{place.size}, or give another --mesh"
+        )
+        raise InputError(message)
+    devices = place.devices if isinstance(place, Mesh) else (place.hardware,)
+    last = None if started else place.size - 1
+    for name in {device.name for device in devices}:
+        rank_device(name, last)
 
 
 def _await(ready: Path) -> None:

@@ -162,6 +162,14 @@ def names(text: str) -> tuple[str, ...]:
     return words
 
 
+def source(text: str) -> str:
+    """What a run goes on from: auto, no, or a path. Raises ValueError."""
+    if not text:
+        message = "'' is no path (it is empty): write auto, no, or the path of a checkpoint"
+        raise ValueError(message)
+    return text
+
+
 def devices() -> tuple[str, ...]:
     """The names of the catalogue, read without torch."""
     files = (entry.name for entry in (resources.files("parcompiler") / "devices").iterdir())
@@ -181,5 +189,6 @@ STAGES = counts(
 ROWS = counts("given|auto|N,N,...", ("given", AUTO), "numbers of rows, as in 2,4,8")
 RECOMPUTE = Typed("WORD|PATTERN=yes,...", patterns, lambda _: _RECOMPUTED)
 PIN = Typed("PATTERN=PLACEMENT", pin)
+RESUME = Typed("auto|no|PATH", source, lambda _: ("auto", "no"), files=True)
 NAMES = Typed("DTYPE,...", names)
 DEVICE = listed("NAME|FILE", devices())

@@ -176,8 +176,9 @@ def _check_size(size: int, processes: int) -> None:
         raise LaunchError(message)
 
 
-def rank_device(planned: str) -> torch.device:
-    """The device of this process for a plan made for `planned` (a name such as "cpu" or "h100").
+def rank_device(planned: str, index: int | None = None) -> torch.device:
+    """The device of this process for a plan made for `planned` (a name such as "cpu" or "h100"); of
+    the process of LOCAL_RANK `index` where that is given.
 
     A plan for "cpu", or for a measured one such as "cpu-measured", runs on the CPU, any other on
     the CUDA device of this process's LOCAL_RANK; PARCOMPILER_DEVICE, "cpu" or "cuda", overrides
@@ -190,7 +191,7 @@ def rank_device(planned: str) -> torch.device:
         raise LaunchError(message)
     if wanted == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = int(os.environ.get("LOCAL_RANK", "0")) if index is None else index
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         message = (

@@ -8,10 +8,12 @@ Those are the exit codes of a process ended by the signal (128 + 15), which sche
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from parcompiler.errors import InputError
@@ -25,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a command line."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", type=Path, metavar="DIR", help="save checkpoints into this folder")
+    group.add_argument("--save", type=path, metavar="DIR", help="save checkpoints into this folder")
     group.add_argument(
         "--every",
         type=positive,
@@ -35,10 +37,56 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep", type=positive, metavar="K", help="keep the newest K (all)")
     group.add_argument(
         "--resume",
+        type=_source,
         metavar="auto|PATH",
         help="go on from a checkpoint, or the newest in a folder; auto: from the newest in DIR, "
         "or from the beginning where there is none",
     )
+    # The process that started the ranks holds the lock of DIR for them.
+    group.add_argument("--locked", action="store_true", help=argparse.SUPPRESS)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse options that no run can have. Raises InputError."""
+    check_keep(options.keep)
+    for name in ("every", "keep"):
+        if getattr(options, name) is not None and options.save is None:
+            message = f"--{name} needs --save DIR"
+            raise InputError(message)
+    if options.resume == "auto" and options.save is None:
+        message = "--resume auto needs --save DIR, whose newest checkpoint it takes"
+        raise InputError(message)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lock a folder for one run at a time. Raises InputError while another holds it.
+
+    The system releases the lock when the process ends in any way. Without locks, or if other
+    machines do not see them, two runs are not detected.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        raise InputError(_taken(folder)) from error
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def _taken(folder: Path) -> str:
+    """The message where another run holds the lock."""
+    return f"another run writes into {folder}: wait until it ends, or give another --save"
 
 
 class Run:
@@ -48,16 +96,23 @@ class Run:
         self._worker, self._options = worker, options
         self._told = 0  # the signal that asks for the end
         self._saved = -1  # the step of the last checkpoint
-        check_keep(options.keep)
-        for name in ("every", "keep"):
-            if getattr(options, name) is not None and options.save is None:
-                message = f"--{name} needs --save DIR"
-                raise InputError(message)
-        if options.resume == "auto" and options.save is None:
-            message = "--resume auto needs --save DIR, whose newest checkpoint it takes"
-            raise InputError(message)
         if options.save is not None:
             worker.check_folder(options.save)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """In this context rank 0 holds the lock of the run's folder, unless whoever started the
+        ranks does. Collective; raises InputError on all ranks while another run holds it."""
+        with ExitStack() as held:
+            taken, folder = False, self._options.save
+            if folder is not None and self._worker.rank == 0 and not self._options.locked:
+                try:
+                    held.enter_context(alone(folder))
+                except InputError:
+                    taken = True
+            if folder is not None and self._worker.any_rank(taken):
+                raise InputError(_taken(folder))
+            yield
 
     def resume(self) -> None:
         """Load the checkpoint or weights that the options name."""
@@ -119,27 +174,70 @@ class Run:
 
 def positive(text: str) -> int:
     """A number of the command line, from 1 on."""
-    return _number(text, 1)
+    return _integer(text, 1)
 
 
 def natural(text: str) -> int:
     """A number of the command line, from 0 on."""
-    return _number(text, 0)
+    return _integer(text, 0)
+
+
+def seed(text: str) -> int:
+    """A seed of the command line that torch takes."""
+    return _integer(text, 0, 2**63 - 1)
 
 
 def amount(text: str) -> float:
     """A number of the command line that is not negative, and may be a fraction."""
-    number = float(text)
-    if not number >= 0:  # nan is none
-        message = "must be at least 0"
+    number = _real(text)
+    if not 0 <= number < math.inf:  # nan is not
+        message = f"must be at least 0, and finite ({text!r} given)"
         raise argparse.ArgumentTypeError(message)
     return number
 
 
-def _number(text: str, least: int) -> int:
-    """An integer of the command line, `least` or more."""
-    number = int(text)
+def above_zero(text: str) -> float:
+    """A positive number of the command line, which may be a fraction."""
+    number = _real(text)
+    if not number > 0:  # nan is not
+        message = f"must be above 0 ({text!r} given)"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def path(text: str) -> Path:
+    """A path of the command line; an empty one would be the current folder."""
+    if not text:
+        message = "is empty: write . for the current folder"
+        raise argparse.ArgumentTypeError(message)
+    return Path(text)
+
+
+def _source(text: str) -> str:
+    """What to go on from: auto, or a path."""
+    return str(path(text))
+
+
+def _integer(text: str, least: int, most: int | None = None) -> int:
+    """An integer of the command line within bounds."""
+    try:
+        number = int(text)
+    except ValueError as error:
+        message = f"must be an integer ({text!r} given)"
+        raise argparse.ArgumentTypeError(message) from error
     if number < least:
-        message = f"must be at least {least}"
+        message = f"must be at least {least} ({text!r} given)"
+        raise argparse.ArgumentTypeError(message)
+    if most is not None and number > most:
+        message = f"must be at most {most} ({text!r} given)"
         raise argparse.ArgumentTypeError(message)
     return number
+
+
+def _real(text: str) -> float:
+    """A number of the command line."""
+    try:
+        return float(text)
+    except ValueError as error:
+        message = f"must be a number ({text!r} given)"
+        raise argparse.ArgumentTypeError(message) from error

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.runtime import training
+from parcompiler.runtime import resuming, training
 from parcompiler.runtime.joining import place
 from parcompiler.runtime.program import Input, RankProgram
-from parcompiler.runtime.resuming import Run, add_options, natural
+from parcompiler.runtime.resuming import Run, above_zero, add_options, natural, path, seed
 from parcompiler.runtime.rng import mixed
 from parcompiler.runtime.samples import Samples, positions
 from parcompiler.runtime.tensor_files import read
@@ -30,6 +30,7 @@ def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None
     """Train the worker that `make` builds (with the command line's timeout, compiled or not) on a
     file of batches or on random ones."""
     options = command_line(arguments)
+    resuming.check(options)
     training.check(options)
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
     compiled = {} if options.compile is None else {"compiled": options.compile}
@@ -37,9 +38,13 @@ def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None
         worker.check_batches = options.check_batches
         worker.flight.folder = options.flight or (options.save or Path()) / "flight"
         checkpoints = Run(worker, options)
-        steps = training.Training(worker, options, checkpoints)
-        checkpoints.resume()
-        steps.run(_batches(worker, options))
+        with checkpoints.alone():
+            steps = training.Training(worker, options, checkpoints)
+            checkpoints.resume()
+            if steps.rows is None:
+                steps.run(_batches(worker, options.data))
+            else:
+                steps.run(training.token_batches(worker, steps.rows, options))
 
 
 def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -54,21 +59,21 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--check-batches",
-        type=int,
+        type=natural,
         default=CHECK_BATCHES,
         help="compare the batches of tensor and pipeline ranks at the first step and every so many "
         f"({CHECK_BATCHES}; 0: at the first alone)",
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=seed,
         default=0,
         help="seed of dropout and other random operators, and of synthetic batches (0); a run that "
         "goes on has the one that it began with",
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=above_zero,
         default=TIMEOUT.total_seconds(),
         help="seconds that a rank waits for another at most; then all ranks stop and say where "
         "each of them is (%(default)g)",
@@ -81,14 +86,14 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--flight",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="where each rank writes its last instructions if the run fails (flight/ in the folder "
         "of --save, otherwise here)",
     )
     parser.add_argument(
         "--data",
-        type=Path,
+        type=path,
         help="safetensors file with a tensor per input, its rows one sample after another (read "
         "round and round), or a file of tokens (.bin), whose rows are shuffled; without it batches "
         "are random. The data ranks share each step's samples",
@@ -100,11 +105,9 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
         return parser.parse_args(arguments)
 
 
-def _batches(worker: Worker, options: argparse.Namespace) -> Iterator[object]:
-    """This data rank's batches from where training is, for ever: of a file, or random ones."""
-    data: Path | None = options.data
-    if data is not None and data.suffix == ".bin":
-        yield from training.token_batches(worker, options)
+def _batches(worker: Worker, data: Path | None) -> Iterator[object]:
+    """This data rank's batches from where training is, for ever: of a file of tensors, or random
+    ones."""
     if data is not None:
         yield from _from_file(worker, data)
     program, generator = worker.program, torch.Generator()

@@ -20,9 +20,10 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime.files import request_of
 from parcompiler.runtime.metrics import Metrics
-from parcompiler.runtime.resuming import Run, amount, natural, positive
+from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.resuming import Run, above_zero, amount, natural, path, positive
 from parcompiler.runtime.samples import Samples
-from parcompiler.runtime.tokens import LABELS, TokenRows
+from parcompiler.runtime.tokens import LABELS, TokenRows, described
 from parcompiler.runtime.worker import Worker
 
 LEAST = 0.1  # share of the learning rate at the end of a decay
@@ -41,13 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--weight-decay", type=amount,
         help="of parameters with two dimensions or more alone; otherwise AdamW's own, of all",
     )  # fmt: skip
-    group.add_argument("--max-norm", type=float, help="clip the gradients to this norm")
+    group.add_argument("--max-norm", type=above_zero, help="clip the gradients to this norm")
     group.add_argument(
         "--labels", choices=LABELS, default="next",
         help="of a file of tokens: those that follow, or the same for models that shift themselves",
     )  # fmt: skip
     group.add_argument(
-        "--hold-out", type=float, default=0.0, metavar="SHARE",
+        "--hold-out", type=amount, default=0.0, metavar="SHARE",
         help="of the rows of a file of tokens, for evaluations (0)",
     )  # fmt: skip
     group.add_argument(
@@ -60,21 +61,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--log-every", type=positive, metavar="N",
         help="tell loss, speed, MFU, memory and more after every N-th step, instead of each loss",
     )  # fmt: skip
-    group.add_argument("--metrics", type=Path, metavar="FILE", help="tell them as JSON lines, too")
-    group.add_argument("--tensorboard", type=Path, metavar="DIR", help="and to TensorBoard")
+    group.add_argument("--metrics", type=path, metavar="FILE", help="tell them as JSON lines, too")
+    group.add_argument("--tensorboard", type=path, metavar="DIR", help="and to TensorBoard")
     group.add_argument(
         "--profile", metavar="FIRST-LAST",
         help="write torch's profile of these steps of each rank into profile/ of --save, or here",
     )  # fmt: skip
     group.add_argument(
-        "--publish", type=Path, metavar="DIR",
+        "--publish", type=path, metavar="DIR",
         help="write the weights at the end, as from_pretrained of Hugging Face opens them",
     )  # fmt: skip
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse options that no run can have. Raises InputError."""
-    if not 0 <= options.hold_out < 1:
+    """Refuse options that no run can have, and data that are not there. Raises InputError."""
+    profiled(options.profile, options.steps)
+    for name in ("metrics", "tensorboard"):
+        if getattr(options, name) is not None and options.log_every is None:
+            message = f"--{name} needs --log-every N, the steps from one line to the next"
+            raise InputError(message)
+    if not options.hold_out < 1:
         message = f"--hold-out takes a share of the rows below 1 ({options.hold_out:g} given)"
         raise InputError(message)
     has_tokens = options.data is not None and options.data.suffix == ".bin"
@@ -86,6 +92,12 @@ def check(options: argparse.Namespace) -> None:
             "--hold-out is a share of the rows of a file of tokens: give --data FILE.bin with it "
             f"({options.data or 'no --data'} given)"
         )
+        raise InputError(message)
+    if options.data is not None and options.data.suffix == ".bin":
+        described(options.data)
+    elif options.data is not None and not options.data.is_file():
+        reason = "it is a folder" if options.data.is_dir() else "there is no such file"
+        message = f"cannot read {options.data} ({reason}): --data takes a file"
         raise InputError(message)
 
 
@@ -130,17 +142,14 @@ class Training:
             )
         if options.publish is not None:
             worker.check_folder(options.publish)
+        self.rows: TokenRows | None = None  # of a file of tokens, to train on
         self._held: TokenRows | None = None
-        if options.evaluate_every is not None:
-            part = (1 - options.hold_out, 1.0)
-            self._held = TokenRows(options.data, worker.program, options.labels, part)
-            each = worker.program.samples * worker.program.grid.batches
-            if len(self._held) < each:
-                message = (
-                    f"--hold-out leaves {len(self._held)} rows for evaluations, and one takes "
-                    f"{each} at least: hold out more, or give more tokens"
-                )
-                raise InputError(message)
+        if options.data is not None and options.data.suffix == ".bin":
+            self.rows, held = split_rows(
+                options.data, worker.program, options.labels, options.hold_out,
+                evaluated=options.evaluate_every is not None,
+            )  # fmt: skip
+            self._held = None if options.evaluate_every is None else held
 
     def run(self, batches: Iterator[object]) -> None:
         """Train to the last step, and write metrics and profile as the options say."""
@@ -203,11 +212,43 @@ class Training:
             print(f"profile: {folder}", flush=True)
 
 
-def token_batches(worker: Worker, options: argparse.Namespace) -> Iterator[object]:
-    """This data rank's batches of a file of tokens from where training is, for ever."""
-    rows = TokenRows(options.data, worker.program, options.labels, (0.0, 1 - options.hold_out))
+def token_batches(worker: Worker, rows: TokenRows, options: argparse.Namespace) -> Iterator[object]:
+    """This data rank's batches of `rows` of tokens from where training is, for ever."""
     for numbers in Samples(len(rows), worker, seed=options.seed):
         yield worker.program.in_form(rows.batch(numbers))
+
+
+def split_rows(
+    path: Path, program: RankProgram, labels: str, hold_out: float, *, evaluated: bool
+) -> tuple[TokenRows, TokenRows]:
+    """The rows of a file of tokens to train on, and those that are held out for evaluations.
+
+    Raises InputError where a step takes more than there are, and, where rows are to be `evaluated`,
+    an evaluation.
+    """
+    end = 1 - hold_out
+    trained, held = (TokenRows(path, program, labels, part) for part in ((0.0, end), (end, 1.0)))
+    total = len(trained) + len(held)
+    needed, each = program.samples_of_step, program.samples * program.grid.batches
+    message = ""
+    if total < needed:
+        message = (
+            f"{path} has {total:,} rows of {trained.length} tokens, and a step takes {needed:,}: "
+            "give more text, or compile for fewer micro-batches"
+        )
+    elif len(trained) < needed:
+        message = (
+            f"--hold-out {hold_out:g} leaves {len(trained):,} of {total:,} rows to train on, and a "
+            f"step takes {needed:,}: hold out less, or give more text"
+        )
+    elif evaluated and len(held) < each:
+        message = (
+            f"--hold-out {hold_out:g} leaves {len(held):,} of {total:,} rows for evaluations, and "
+            f"one takes at least {each:,}: hold out more, or give more text"
+        )
+    if message:
+        raise InputError(message)
+    return trained, held
 
 
 def profiled(text: str | None, steps: int) -> range:
@@ -220,10 +261,13 @@ def profiled(text: str | None, steps: int) -> range:
         return range(0)
     first, dash, last = text.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
-        message = f"--profile takes steps, as 10-12 ({text!r} given)"
+        message = f"--profile takes steps, such as 10-12 ({text!r} given)"
         raise InputError(message)
     found = range(int(first), int(last or first) + 1)
     if not found or found[-1] >= steps:
-        message = f"--profile {text}: steps are 0 to {steps - 1}, and the first comes first"
+        message = (
+            f"--profile takes steps from 0 to {steps - 1}, the first before the last "
+            f"({text!r} given)"
+        )
         raise InputError(message)
     return found

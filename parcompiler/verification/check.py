@@ -35,7 +35,7 @@ from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.lift import lift
 from parcompiler.capture.prologue import is_sendable
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.graph import Graph, tensors_of
 from parcompiler.passes.shard.context import of_one_rank
 from parcompiler.problem import prepared
@@ -83,12 +83,17 @@ class Ranks:
     compiled: bool
 
     def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda"):
-            message = f"device must be 'cpu' or 'cuda' ({self.device!r} given)"
-            raise InputError(message)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            message = "device='cuda': torch finds no CUDA device on this machine"
-            raise InputError(message)
+        check_device(self.device)
+
+
+def check_device(device: object) -> None:
+    """Refuse devices that ranks cannot be verified on, here. Raises InputError."""
+    if device not in ("cpu", "cuda"):
+        message = f"device must be 'cpu' or 'cuda' ({shown(device)} given)"
+        raise InputError(message)
+    if device == "cuda" and not torch.cuda.is_available():
+        message = "torch finds no CUDA device on this machine (device 'cuda' given): take 'cpu'"
+        raise InputError(message)
 
 
 class _NoReference(Exception):

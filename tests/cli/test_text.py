@@ -36,7 +36,7 @@ def test_a_text_larger_than_a_piece_has_the_tokens_of_the_whole(
     assert "".join(piece for piece, _ in pieces[:-1]) == "".join(lines)
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 2) + [True, True]
 
-    file = text.tokens_of([folder], None, "model.py:make", save, program(300), "auto", quiet=True)
+    file = text.tokens_of([folder], None, "model.py:make", save, program(300), None, quiet=True)
     tokenizer = Tokenizer.from_file(str(save / "tokenizer.json"))
     end = tokenizer.token_to_id(text.END)
     expected = [*tokenizer.encode("".join(lines)).ids, end]
@@ -47,10 +47,10 @@ def test_a_text_larger_than_a_piece_has_the_tokens_of_the_whole(
     assert facts["tokens"] == len(expected)
     assert found == expected[: len(found)]
     written = file.stat().st_mtime_ns
-    text.tokens_of([folder], None, "model.py:make", save, program(300), "auto", quiet=True)
+    text.tokens_of([folder], None, "model.py:make", save, program(300), None, quiet=True)
     assert file.stat().st_mtime_ns == written, "made once"
     (folder / "b.md").write_text("another end", encoding="utf-8")
-    text.tokens_of([folder], None, "model.py:make", save, program(300), "auto", quiet=True)
+    text.tokens_of([folder], None, "model.py:make", save, program(300), None, quiet=True)
     assert file.stat().st_mtime_ns != written
 
 
@@ -61,36 +61,36 @@ def test_a_run_that_goes_on_keeps_its_tokenizer(
     folder.mkdir()
     save.mkdir()
 
-    def made(words: str, resume: str, save: Path = save) -> tuple[bytes, str]:
+    def made(words: str, resumed: Path | None, save: Path = save) -> tuple[bytes, str]:
         """The tokenizer after a start with these texts, and what the start said."""
         (folder / "a.txt").write_text(f"{words} " * 50, encoding="utf-8")
-        text.tokens_of([folder], None, "model.py:make", save, program(300), resume, quiet=False)
+        text.tokens_of([folder], None, "model.py:make", save, program(300), resumed, quiet=False)
         return (save / "tokenizer.json").read_bytes(), capsys.readouterr().err
 
-    assert made("a stage is a piece", "auto") != (first := made("some ranks hold rows", "auto")), (
+    assert made("a stage is a piece", None) != (first := made("some ranks hold rows", None)), (
         "without a checkpoint nothing goes on"
     )
     step = begin(save, 7)[0]
     checkpoint = finish(step, {"checkpoint.json": {}}, {})
-    same, told = made("zebra zeppelin zigzag", "auto")
+    same, told = made("zebra zeppelin zigzag", checkpoint)
     assert same == first[0]
     assert f"the tokenizer of the run that goes on ({save / 'tokenizer.json'})" in told
     whole = Tokenizer.from_file(str(save / "tokenizer.json")).encode("zebra zeppelin zigzag " * 50)
     assert json.loads((save / "tokens.bin.json").read_text())["tokens"] == len(whole.ids) + 1
-    assert made("zebra zeppelin zigzag", "auto") == (same, ""), "made once"
+    assert made("zebra zeppelin zigzag", checkpoint) == (same, ""), "made once"
 
     (other := tmp_path / "other").mkdir()
-    assert made("zebra zeppelin zigzag", "auto", other)[0] != same
-    assert made("zebra zeppelin zigzag", str(checkpoint), other)[0] == same
-    assert made("zebra zeppelin zigzag", "no")[0] != same, "tokens of a kept tokenizer are not kept"
+    assert made("zebra zeppelin zigzag", None, other)[0] != same
+    assert made("zebra zeppelin zigzag", checkpoint, other)[0] == same
+    assert made("zebra zeppelin zigzag", None)[0] != same, "tokens of a kept tokenizer are not kept"
 
 
 def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     file, words = tmp_path / "tokenizer.json", tmp_path / "words.txt"
     file.write_text("{", encoding="utf-8")
     words.write_text("some words", encoding="utf-8")
-    with pytest.raises(pc.InputError, match=r"tokenizer\.json is no tokenizer\.json \(EOF"):
-        text.tokens_of([words], file, "model.py:make", tmp_path, program(300), "no", quiet=True)
+    with pytest.raises(pc.InputError, match=r"tokenizer\.json is not a tokenizer\.json \(EOF"):
+        text.tokens_of([words], file, "model.py:make", tmp_path, program(300), None, quiet=True)
 
 
 def test_tokens_come_piece_by_piece_and_must_be_below(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import parcompiler as pc
 from parcompiler.cli import run
-from parcompiler.cli.output import alone
 from parcompiler.plan import Shape, StageChoice
+from parcompiler.runtime.resuming import alone
 
 MODEL = "tests.cli.models:make"
 FILE = str(Path(__file__).with_name("models.py"))
@@ -43,7 +44,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("calibrate", "--output", "d.json", "--dtypes", "float32,"), "'float32,' has an empty"),
         (("calibrate", "--output", "d.json", "--dtypes", "int8"), "calibrate measures float32, "),
         (("calibrate", "--output", "d.json", "--seconds", "0"), "0.0 is not in the range 0<x<=600"),
-        (("calibrate", "--output", "d.json", "--threads", "0"), "0 is not in the range x>=1"),
+        (("calibrate", "--output", "d.json", "--threads", "0"), "0 is not in the range 1<=x<=4096"),
         (("calibrate", "--output", "d.json", "--name", "h100"), "must begin with 'cpu-'"),
         (("plan",), "Missing argument 'MODEL'"),
         (("plan", MODEL), "--mesh is missing"),
@@ -88,6 +89,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("plan", MODEL, *MESH, "--microbatches", "1000000"), "may be at most 262,144 (1000000 g"),
         (("plan", MODEL, *MESH, "--virtual-stages", "9999999"), "may be at most 262,144 (9999999"),
         (("plan", MODEL, *MESH, "--shard", f"a=S({'9' * 5000})"), "is no placement: write 'R'"),
+        (("plan", MODEL, *MESH, "--memory-margin", "nan"), "nan is not a finite number"),
+        (("plan", MODEL, *MESH, "--rows", "9" * 20), "is more than 2,147,483,647"),
+        (("plan", MODEL, *MESH, "--plan", ""), "'' is no path (it is empty): write . for the cur"),
         (("plan", MODEL, *MESH, "--plan", "p" * 300), "is no path (File name too long)"),
         (("plan", MODEL, *MESH, "--device", "h100," * 99), "a device for each pipeline coordinate"),
         (
@@ -98,14 +102,54 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("compile", MODEL, *MESH, "--export", FILE), "models.py: it is a file"),
         (("compile", MODEL, *MESH, "--export", f"{FILE}/out"), "models.py is a file"),
         (("compile", MODEL, *MESH, "--export", "tests"), "tests: it holds other things than an"),
+        (("compile", MODEL, *MESH, "--export", ""), "'' is no path (it is empty)"),
+        (
+            ("compile", MODEL, *MESH, "--export", "x", "--pretrained", "tests"),
+            "tests has no published weights",
+        ),
+        (
+            ("compile", "hf:examples/gpt2-tiny.json", *MESH, "--export", "x", "--weights"),
+            "an hf: model has no weights to write: compile with --pretrained FOLDER",
+        ),
+        (
+            ("compile", MODEL, *MESH, "--device", "h100,l40s", "--export", "x", "--launcher=slurm"),
+            "writes a job of equal nodes, and the mesh has several kinds of devices (h100, l40s)",
+        ),
+        (("calibrate", "--output", "d.json", "--threads", "9999999999"), "not in the range 1<=x<="),
+        (("calibrate", "--output", "d.json", "--seconds", "nan"), "nan is not a finite number"),
         (("train", MODEL, *MESH, *RUN, "--lr", "-1"), "-1.0 is not in the range x>=0"),
         (("train", MODEL, *MESH, *RUN, "--weight-decay", "-1"), "-1.0 is not in the range x>=0"),
         (("train", MODEL, *MESH, *RUN, "--max-norm", "0"), "0.0 is not in the range x>0"),
         (("train", MODEL, *MESH, *RUN, "--seed", "9" * 20), "is not in the range 0<=x<=92233720"),
+        (("train", MODEL, *MESH, *RUN, "--lr", "nan"), "nan is not a finite number"),
+        (("train", MODEL, *MESH, *RUN, "--lr", "inf"), "inf is not a finite number"),
+        (("train", MODEL, *MESH, *RUN, "--weight-decay", "nan"), "nan is not a finite number"),
+        (("train", MODEL, *MESH, *RUN, "--max-norm", "nan"), "nan is not a finite number"),
+        (("train", MODEL, *MESH, *RUN, "--hold-out", "nan"), "nan is not a finite number"),
+        (("train", MODEL, *MESH, "--save", "build/no run", "--data", ""), "'' is no path (it is "),
+        (("train", MODEL, *MESH, "--data", FILE, "--save", ""), "'' is no path (it is empty)"),
+        (("train", MODEL, *MESH, *RUN, "--data", "no.txt"), "cannot read no.txt (there is no such"),
+        (
+            ("train", MODEL, *MESH, *RUN, "--data", "docs/images/report.png"),
+            "takes texts in UTF-8",
+        ),
         (
             ("train", MODEL, *MESH, *RUN, "--tokenizer", "no.json"),
             "cannot read no.json (there is no such file",
         ),
+        (
+            ("train", MODEL, *MESH, *RUN, "--tokenizer", "tests"),
+            "cannot read tests (it is a folder): --tokenizer takes a tokenizer.json",
+        ),
+        (("train", MODEL, *MESH, *RUN, "--tokenizer", FILE), "models.py is not a tokenizer.json ("),
+        (("train", MODEL, *MESH, *RUN, "--resume", ""), "'' is no path (it is empty): write auto"),
+        (
+            ("train", MODEL, *MESH, *RUN, "--resume", "no run"),
+            "no checkpoint in no run (there is n",
+        ),
+        (("train", MODEL, *MESH, *RUN, "--resume", FILE), "models.py (it is not a folder)"),
+        (("train", MODEL, *MESH, *RUN, "--pretrained", "tests"), "tests has no published weights"),
+        (("train", MODEL, *MESH, *RUN, "--profile", "9-2"), "takes steps from 0 to 199, the"),
         (("report", "no"), "no is no exported program: it has no plan.json"),
         (("report", "tests"), "tests is no exported program: it has no plan.json"),
         (("diff", "no.json", "no.json"), "cannot read no.json (No such file or directory)"),
@@ -124,6 +168,75 @@ def test_wrong_use_is_named(
     code, err = said(capsys, *arguments)
     assert code == 2
     assert message in err
+    assert "printed by the factory" not in err  # nothing is captured
+
+
+def test_missing_devices_and_packages_are_named_before_the_model_is_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    for arguments, message in (
+        (("train", MODEL, *MESH, *RUN, "--tensorboard"), "--tensorboard needs the package"),
+        (("train", MODEL, *MESH, *RUN, "--device", "h100"), "needs CUDA device 1 (0 found)"),
+        (("verify", MODEL, *MESH, "--on", "cuda"), "finds no CUDA device on this machine"),
+    ):
+        code, err = said(capsys, *arguments)
+        assert code != 0
+        assert message in err
+        assert "printed by the factory" not in err
+
+
+def test_started_processes_that_are_not_the_ranks_are_named_before_the_model_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    line = ("train", MODEL, *MESH, "--data", FILE, "--save", str(tmp_path))
+    code, err = said(capsys, *line)
+    assert code == 2
+    assert "the mesh has 2 ranks, and 3 processes were started" in err
+    assert "printed by the factory" not in err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share", "message"),
+    [
+        (40, "0.1", "has 9 rows of 4 tokens, and a step takes 16: give more text"),
+        (400, "0.99", "--hold-out 0.99 leaves 1 of 99 rows to train on, and a step takes 16"),
+        (400, "0.001", "--hold-out 0.001 leaves 0 of 99 rows for evaluations, and one takes at"),
+    ],
+)
+def test_too_few_rows_are_named_before_any_rank_starts(
+    tokens: int,
+    share: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("parcompiler.cli.train._ranks", lambda *_: pytest.fail("ranks started"))
+    file = tmp_path / "tokens.bin"
+    pc.write_tokens(file, torch.arange(tokens) % 16)
+    line = ("train", MODEL, *MESH, "--data", str(file), "--save", str(tmp_path / "run"))
+    code, err = said(capsys, *line, "--hold-out", share)
+    assert code == 2
+    assert message in err
+
+
+def test_stages_on_the_rank_of_no_pipeline_and_memory_of_no_byte_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, err = said(capsys, "plan", MODEL, "--mesh", "data=1", "--virtual-stages", "3")
+    assert code == 1
+    assert "for a pipeline of 1 (virtual_stages=3 given): leave virtual_stages out" in err
+    code, err = said(capsys, "plan", MODEL, *MESH, "--memory-margin", "0.99999999999")
+    assert code == 1
+    assert "memory" in err
+    assert "not expected" not in err
+    code, err = said(capsys, "plan", MODEL, "--mesh", "auto", "--microbatch", "9999999")
+    assert code == 2
+    assert "numbers of rows, each from 1 to 262,144 ((9999999,) given)" in err
 
 
 @pytest.mark.parametrize(
@@ -202,7 +315,7 @@ def test_a_folder_that_another_run_writes_into_is_named(
     with alone(tmp_path):
         code, err = said(capsys, *line)
     assert code == 2
-    assert f"another run writes into {tmp_path}: let it end" in err
+    assert f"another run writes into {tmp_path}: wait until it ends" in err
     for _ in range(2):  # each lets go of it
         assert "nothing is compiled here" in said(capsys, *line)[1]
 

@@ -6,10 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from parcompiler import cli
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -19,12 +23,12 @@ CONFIG = {
 }  # fmt: skip
 
 
-def start(folder: Path, steps: int) -> subprocess.Popen[str]:
+def start(folder: Path, steps: int, *more: str) -> subprocess.Popen[str]:
     options = "--rows 2 --sequence 16 --mesh pipeline=2 --vocabulary whole --every 3"
     options += " --log-every 1 --evaluate-every 4 --warmup 2 --keep 2"
     options += f" --steps {steps} --profile {steps - 1}"
     return subprocess.Popen(
-        [sys.executable, "-m", "parcompiler", "train", f"hf:{folder}", *options.split(),
+        [sys.executable, "-m", "parcompiler", "train", f"hf:{folder}", *options.split(), *more,
          "--data", str(ROOT / "docs" / "concepts"), "--save", str(folder / "run")],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
@@ -32,7 +36,9 @@ def start(folder: Path, steps: int) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_run_is_interrupted_goes_on_and_opens_in_transformers(tmp_path: Path) -> None:
+def test_a_run_is_interrupted_goes_on_and_opens_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers
 
     library: Any = transformers
@@ -51,7 +57,8 @@ def test_a_run_is_interrupted_goes_on_and_opens_in_transformers(tmp_path: Path) 
     step = int(stopped[1])
     assert 2 <= step < 400
 
-    second = start(tmp_path, last := step + 3)
+    # The checkpoint has the weights: those of the beginning may be gone.
+    second = start(tmp_path, last := step + 3, "--pretrained", "no weights")
     text = second.communicate(timeout=240)[0]
     assert second.returncode == 0, text
     assert f"going on from step {step} of " in text
@@ -75,3 +82,19 @@ def test_a_run_is_interrupted_goes_on_and_opens_in_transformers(tmp_path: Path) 
     tokens = torch.tensor([tokenizer.encode("A stage is")[:4]])
     made = model.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert made.shape[1] == tokens.shape[1] + 3
+
+    # Other ranks go on from it, without MODEL: with its labels and its tokenizer.
+    lines: list[list[str]] = []
+
+    def ranks(line: list[str], _: int) -> int:
+        lines.append(line)
+        return 1
+
+    monkeypatch.setattr("parcompiler.cli.train._ranks", ranks)
+    command = ["train", "--checkpoint", str(run), "--mesh", "data=2", "--vocabulary", "whole"]
+    command += ["--data", str(ROOT / "docs" / "concepts"), "--save", str(tmp_path / "other")]
+    assert cli.run(command) == 1
+    assert ("--labels", "same") in pairwise(lines[0])
+    assert ("--resume", str(max(run.glob("step_*")))) in pairwise(lines[0])
+    kept = (run / "tokenizer.json").read_bytes()
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == kept

@@ -1,6 +1,5 @@
 """Which samples each data rank takes: every one once an epoch, whatever is interrupted."""
 
-from argparse import Namespace
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -123,15 +122,14 @@ def test_what_all_rows_share_is_no_sample(tmp_path: Path) -> None:
         with pytest.raises(pc.InputError, match="that all samples share, or one for each of the 3"):
             worker.predict({"x": data[:10], "places": places.repeat(2, 1)})
         save_file({"x": data, "places": places}, tmp_path / "data.safetensors")
-        options = Namespace(data=tmp_path / "data.safetensors")
-        batch: Any = next(_batches(worker, options))
+        batch: Any = next(_batches(worker, tmp_path / "data.safetensors"))
         assert torch.equal(batch["x"], data[8:16])
         assert torch.equal(batch["places"], places.repeat(2, 1))
-        drawn: Any = next(_batches(worker, Namespace(data=None)))
+        drawn: Any = next(_batches(worker, None))
         assert (drawn["x"].shape, drawn["places"].shape) == ((8, 6), (2, 6))
         save_file({"x": data, "places": places.repeat(5, 1)}, tmp_path / "data.safetensors")
         with pytest.raises(pc.InputError, match=r"must have one row, .* share \(5 found\)"):
-            next(_batches(worker, options))
+            next(_batches(worker, tmp_path / "data.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,7 @@ def test_a_sample_is_a_row_where_inputs_have_as_many(
 def test_random_samples_are_the_same_for_any_number_of_data_ranks() -> None:
     def batch(data: int) -> list[torch.Tensor]:
         ranks: list[Any] = [Rank(data, k, microbatches=4 // data, seen=24) for k in range(data)]
-        batches: list[Any] = [next(_batches(rank, Namespace(data=None))) for rank in ranks]
+        batches: list[Any] = [next(_batches(rank, None)) for rank in ranks]
         assert all(one["f"].shape == () for one in batches)
         return [torch.cat([one["x"] for one in batches])]
 

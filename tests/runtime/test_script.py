@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import parcompiler as pc
 from parcompiler.runtime import command_line, run
+from parcompiler.runtime.resuming import alone
 from tests.runtime.workers import CLASSES, ROWS, WIDTH, compiled, mixed
 
 MICROBATCHES = 2
@@ -61,7 +62,10 @@ def test_a_file_of_other_tensors_is_refused(
 
 def test_what_is_no_file_of_tensors_is_refused(program: pc.Program, tmp_path: Path) -> None:
     (tmp_path / "nested").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
-    for name, text in {"": "cannot read .*Is a directory", "nested": "no safetensors file"}.items():
+    for name, text in {
+        "": r"cannot read .* \(it is a folder\)",
+        "nested": "no safetensors file",
+    }.items():
         with pytest.raises(pc.InputError, match=text):
             run(program.worker, ["--data", str(tmp_path / name)])
 
@@ -94,22 +98,70 @@ def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_pat
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--profile 4-2", "--profile 4-2: steps are 0 to 5, and the first comes first"),
-        ("--profile 2-20", "--profile 2-20: steps are 0 to 5"),
-        ("--profile 9", "--profile 9: steps are 0 to 5"),
-        ("--profile x", "--profile takes steps, as 10-12 \\('x' given\\)"),
+        ("--profile 4-2", r"--profile takes steps from 0 to 5, .* \('4-2' given\)"),
+        ("--profile 2-20", r"--profile takes steps from 0 to 5, .* \('2-20' given\)"),
+        ("--profile 9", r"--profile takes steps from 0 to 5, .* \('9' given\)"),
+        ("--profile x", "--profile takes steps, such as 10-12 \\('x' given\\)"),
         ("--hold-out 1.5", "--hold-out takes a share of the rows below 1 \\(1.5 given\\)"),
         ("--hold-out 0.1", r"give --data FILE.bin with it \(no --data given\)"),
         ("--hold-out 0.1 --data x.safetensors", r"FILE.bin with it \(x.safetensors given\)"),
         ("--evaluate-every 2", "--evaluate-every needs --data FILE.bin and --hold-out SHARE"),
+        ("--metrics m.jsonl", "--metrics needs --log-every N"),
+        ("--tensorboard events", "--tensorboard needs --log-every N"),
+        ("--data no.safetensors", r"cannot read no.safetensors \(there is no such file\)"),
+        ("--data no.bin", "no.bin is no file of tokens"),
+        ("--every 2", "--every needs --save DIR"),
+        ("--resume auto", "--resume auto needs --save DIR"),
     ],
 )
 def test_options_that_no_run_can_have_are_refused_before_it(
     program: pc.Program, options: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(pc.InputError, match=text):
-        run(program.worker, ["--steps", "6", *options.split()])
+        run(lambda *_: pytest.fail("a rank started"), ["--steps", "6", *options.split()])
     assert "step" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--lr=inf", "must be at least 0, and finite ('inf' given)"),
+        ("--lr=fast", "must be a number ('fast' given)"),
+        ("--max-norm=0", "must be above 0 ('0' given)"),
+        ("--max-norm=nan", "must be above 0 ('nan' given)"),
+        ("--hold-out=nan", "must be at least 0, and finite ('nan' given)"),
+        ("--timeout=-1", "must be above 0 ('-1' given)"),
+        ("--steps=1.5", "must be an integer ('1.5' given)"),
+        ("--check-batches=-1", "must be at least 0 ('-1' given)"),
+        ("--seed=-1", "must be at least 0 ('-1' given)"),
+        (f"--seed={2**63}", f"must be at most {2**63 - 1} ('{2**63}' given)"),
+        ("--data=", "is empty: write . for the current folder"),
+        ("--save=", "is empty: write . for the current folder"),
+        ("--resume=", "is empty: write . for the current folder"),
+        ("--publish=", "is empty: write . for the current folder"),
+    ],
+)
+def test_a_value_that_no_run_can_have_is_named(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command_line([option])
+    assert end.value.code == 2
+    assert f"{option.partition('=')[0]}: {text}" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_run_writes_into_is_refused(
+    program: pc.Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--steps", "1", "--save", str(tmp_path)]
+    with alone(tmp_path):
+        with pytest.raises(pc.InputError, match=r"another run writes into .*: wait until it ends"):
+            run(program.worker, arguments)
+        assert "step" not in capsys.readouterr().out
+        run(program.worker, [*arguments, "--locked"])  # by whoever started the ranks
+    run(program.worker, arguments)
+    with alone(tmp_path):
+        pass  # the run lets go of it
 
 
 def test_a_folder_that_cannot_be_written_into_is_refused_before_the_first_step(

@@ -240,7 +240,8 @@ def find(folder: Path) -> Path:
         message = f"{worst} is damaged ({FACTS} is not as {SUMS} says){advice}"
         raise InputError(message)
     if not found:
-        reason = "there is no such folder" if not folder.is_dir() else "there is no complete one"
+        reason = "there is no complete one" if folder.is_dir() else "it is not a folder"
+        reason = reason if folder.exists() else "there is no such folder"
         message = f"no checkpoint in {folder} ({reason})"
         raise InputError(message)
     return found[-1]
