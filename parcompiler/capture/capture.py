@@ -37,7 +37,7 @@ from parcompiler.capture.draws import drawing_with_torch_alone, draws_unknown
 from parcompiler.capture.functions import call_functions, recorded
 from parcompiler.capture.grad_modes import marked, noticed
 from parcompiler.capture.hooks import hooks_of, without_hooks
-from parcompiler.capture.inputs import Batch, arguments, flat
+from parcompiler.capture.inputs import Batch, arguments, flat, number_lists
 from parcompiler.capture.known import Known
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
@@ -83,6 +83,7 @@ def capture(
     _check_scripts(model)
     _check_memory(model)
     args, kwargs = _on_device_of(model, *arguments(inputs))
+    _check_tensors(inputs)
     _check_signature(model, args, kwargs)
     _check_inputs(inputs)
     original = WithLoss(model, loss, in_float32=in_float32, outputs=outputs)
@@ -220,6 +221,17 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise InputError(message) from error
 
 
+def _check_tensors(inputs: Batch) -> None:
+    """Refuse lists of numbers where no tensor is given."""
+    lists = number_lists(inputs)
+    if (lists or (isinstance(inputs, list) and inputs)) and not any(
+        hasattr(leaf, "shape") for _, leaf in flat(inputs)
+    ):
+        given = f"lists of numbers at {', '.join(map(repr, lists))}" if lists else "numbers"
+        message = f"inputs need tensors ({given} given): torch.tensor makes one of a list"
+        raise InputError(message)
+
+
 def _check_inputs(inputs: Batch) -> None:
     """Refuse arrays that are no tensors, tensors without strides, a micro-batch without rows (a
     step on it could not be costed), and two inputs with one key."""
@@ -319,7 +331,8 @@ def _check_runs(original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any
         return
     except Exception as error:  # whatever a user's model raises
         if not is_data_dependent(error):
-            raise explain(error, original.model, runs=False) from error
+            lists = number_lists(kwargs or args)
+            raise explain(error, original.model, runs=False, lists=lists) from error
 
 
 def _attempts(

@@ -48,6 +48,22 @@ def _key(step: object) -> str:
     return str(step)
 
 
+def number_lists(inputs: Batch) -> list[str]:
+    """The keys of the arguments that are lists or tuples of numbers alone, nested or not.
+
+    >>> number_lists({"ids": [[1, 2], [3, 4]], "sizes": (), "flag": True})
+    ['ids']
+    """
+    args, kwargs = arguments(inputs)
+    named = {**{str(k): value for k, value in enumerate(args)}, **kwargs}
+    listed = {key: value for key, value in named.items() if isinstance(value, list | tuple)}
+    leaves = {key: pytree.tree_leaves(value) for key, value in listed.items()}
+    return [
+        key for key, found in leaves.items()
+        if found and all(isinstance(leaf, int | float) for leaf in found)
+    ]  # fmt: skip
+
+
 def with_tensors(
     inputs: Batch, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -61,14 +61,33 @@ _OTHER_ADVICE = {  # by a word in the error or in the named line
         "packed sequences have lengths that are values of a tensor: they cannot be divided; give "
         "the layer padded rows, and mask what it makes of the padding"
     ),
+    "module_dropout": (
+        "LoHa and LoKr of peft drop adapters by chance, and draw a number for that even where "
+        "module_dropout is 0. To train them without that, put the adapters into evaluation mode "
+        "before compiling:\n"
+        "    for layer in model.modules():\n"
+        "        if hasattr(layer, 'module_dropout'):\n"
+        "            layer.eval()"
+    ),
     "layerdrop": "layers are dropped by chance: set {layerdrop} in the configuration",
     "skip_the_layer": "layers are dropped by chance: set {layerdrop} in the configuration",
+    "torch.rand": (
+        "the forward takes one way or another by a random number, and a program takes the same way "
+        "in every step: choose one, or draw a mask and multiply with it (as dropout does)"
+    ),
 }
 _ADVICE = (
     "torch.export cannot take what this does: write it otherwise, and try "
     "torch.export.export(model, args, kwargs, strict=False) on the module that is named"
 )
-_ADVICE_BROKEN = "this is no limit of capturing: mend the model or the inputs until the call runs"
+_ADVICE_BROKEN = (
+    "the model fails so without the compiler, too: change it or the inputs until model(...) runs "
+    "on them"
+)
+_ADVICE_LISTS = (
+    "these inputs are lists of numbers, which the model gets as lists: {named}; where it takes a "
+    "tensor, give one (torch.tensor)"
+)
 
 
 def placed(error: CaptureError, model: nn.Module) -> CaptureError:
@@ -78,11 +97,16 @@ def placed(error: CaptureError, model: nn.Module) -> CaptureError:
 
 
 def explain(
-    error: Exception, model: nn.Module, inputs: Mapping[str, Any] = _NONE, *, runs: bool = True
+    error: Exception,
+    model: nn.Module,
+    inputs: Mapping[str, Any] = _NONE,
+    *,
+    runs: bool = True,
+    lists: Sequence[str] = (),
 ) -> CaptureError:
     """A CaptureError that names the innermost module and line of the model in the traceback;
-    `inputs` are the named ones, `runs` says whether the model runs on these inputs in eager
-    mode."""
+    `inputs` are the named ones, `runs` says whether the model runs on these inputs in eager mode,
+    `lists` are the keys of inputs that are lists of numbers."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     place, name = _place(error, model), type(model).__name__
     message = f"cannot capture {name}: {text}" if runs else f"{name} fails on these inputs: {text}"
@@ -91,7 +115,10 @@ def explain(
     advice = _ADVICE_DATA + _fixed(inputs) if is_data_dependent(error) else _ADVICE
     known = (text for word, text in _OTHER_ADVICE.items() if word in message)
     advice = next(known, advice).format(layerdrop=_layerdrop(model))
-    return CaptureError(f"{message}\n  {advice if runs else _ADVICE_BROKEN}")
+    if not runs:
+        named = ", ".join(map(repr, lists))
+        advice = _ADVICE_LISTS.format(named=named) if lists else _ADVICE_BROKEN
+    return CaptureError(f"{message}\n  {advice}")
 
 
 def _fixed(inputs: Mapping[str, Any]) -> str:

@@ -198,6 +198,13 @@ def _check_keys(
     """
     needed = ", ".join(sorted(wanted)) or "nothing"
     missing = sorted(wanted - leaves.keys())
+    listed = [key for key in missing if any(name.startswith(f"{key}.") for name in leaves)]
+    if listed:
+        message = (
+            f"batch[{listed[0]!r}] must be a tensor, as in the inputs (several values given, as in "
+            "a list or a dict): torch.tensor makes one of a list of numbers"
+        )
+        raise InputError(message)
     if missing:
         message = (
             f"the batch lacks {missing[0]!r} (it has: {', '.join(sorted(leaves)) or 'nothing'}; "
@@ -230,7 +237,10 @@ def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int)
     16-bit inputs of a 16-bit program may be given in float32, as the model itself takes them.
     """
     if not isinstance(tensor, torch.Tensor):
-        message = f"batch[{spec.key!r}] must be a tensor ({type(tensor).__name__} given)"
+        kind = f"{type(tensor).__module__}.{type(tensor).__name__}".removeprefix("builtins.")
+        message = f"batch[{spec.key!r}] must be a tensor ({kind} given)"
+        if hasattr(tensor, "__array__"):
+            message += ": torch.as_tensor makes one of an array"
         raise InputError(message)
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         given = tensor.device if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout

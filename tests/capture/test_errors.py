@@ -1,5 +1,6 @@
 """What cannot be captured is refused with the module, the line and advice, and nothing printed."""
 
+import re
 import textwrap
 from typing import Any
 
@@ -103,6 +104,44 @@ def test_outputs_without_a_loss_are_refused() -> None:
         capture(nn.Linear(WIDTH, WIDTH), {"input": rows(WIDTH)})
     with pytest.raises(CaptureError, match="scalar tensor"):
         capture(nn.Linear(WIDTH, WIDTH), {"input": rows(WIDTH)}, loss=lambda y: y)
+
+
+def test_lists_in_place_of_tensors_are_named() -> None:
+    for inputs, given in (
+        ([[1.0, 2.0], [3.0, 4.0]], "lists of numbers at '0', '1' given"),
+        ({"x": [[1.0, 2.0]], "labels": (1, 2)}, "lists of numbers at 'x', 'labels' given"),
+        ([1, 2], "numbers given"),
+    ):
+        with pytest.raises(InputError, match=re.escape(f"inputs need tensors ({given}): torch")):
+            capture(Stack(), inputs)
+    with pytest.raises(CaptureError, match="Stack fails on these inputs: TypeError") as error:
+        capture(Stack(), {**XY, "labels": XY["labels"].tolist()})
+    assert "lists of numbers, which the model gets as lists: 'labels'; where" in str(error.value)
+    assert "without the compiler" not in str(error.value)
+
+
+def test_a_way_that_is_taken_by_chance_is_named() -> None:
+    class Adapter(nn.Module):  # as LoHa and LoKr of peft
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.module_dropout = nn.Linear(WIDTH, WIDTH), 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (not self.training) or (self.training and torch.rand(1) > self.module_dropout):
+                x = x + self.inner(x)
+            return x
+
+    class Chance(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if torch.rand(1) > 0.5 else -x
+
+    with pytest.raises(CaptureError, match="takes the same way in every step: choose one"):
+        capture(Stack(Chance), XY)
+    model = Stack(Adapter)
+    with pytest.raises(CaptureError, match="put the adapters into evaluation mode") as error:
+        capture(model, XY)
+    exec(textwrap.dedent(str(error.value).split("compiling:\n")[1]), {"model": model})
+    assert capture(model, XY).parameters
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
@@ -314,7 +353,7 @@ def test_a_model_that_fails_by_itself_is_told_from_one_that_cannot_be_captured()
     model, random = Wrong(), torch.get_rng_state()
     with pytest.raises(CaptureError, match="Wrong fails on these inputs: RuntimeError") as error:
         capture(model, XY)
-    assert "no limit of capturing" in str(error.value)
+    assert "fails so without the compiler, too" in str(error.value)
     assert isinstance(error.value.__cause__, RuntimeError)
     assert not model.calls
     assert torch.equal(random, torch.get_rng_state())

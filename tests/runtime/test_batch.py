@@ -59,6 +59,7 @@ def test_rows_are_dealt_to_microbatches_in_order() -> None:
 
 
 def test_a_missing_tensor_is_named() -> None:
+    refused({"ids": [[1, 2]]}, "batch['ids'] must be a tensor, as in the inputs (several", IDS)
     message = "the batch lacks 'scale' (it has: ids; needed: ids, scale)"
     refused({"ids": ids()}, message, IDS, SCALE)
     refused({}, "the batch lacks 'ids' (it has: nothing; needed: ids)", IDS)
