@@ -53,7 +53,7 @@ def check_types(mesh: object, loss: object, plan: object, passes: object) -> Non
     if loss is not None:
         _check_loss(loss)
     if isinstance(mesh, Cluster) and plan is not None:
-        message = "a plan has its mesh: give that, not a Cluster, with plan="
+        message = "a plan is for one mesh: give that Mesh with plan=, and not a Cluster"
         raise InputError(message)
     if plan is not None and not isinstance(plan, Plan):
         message = f"plan must be a Plan: read JSON by Plan.from_json ({type(plan).__name__} given)"
@@ -85,12 +85,15 @@ def check_options(
     if isinstance(mesh, Mesh):
         check_mesh(mesh, model, options, plan)
         if options.zero not in ("auto", 0) and mesh.replicas == 1:
-            message = f"zero={options.zero} shares what data ranks hold, and there is one (data=1)"
+            message = (
+                f"zero={options.zero} shares states out among data ranks, and there is only one "
+                "(data=1): leave zero out"
+            )
             raise InputError(message)
     if options.zero not in ("auto", 0) and options.asynchronous:
         message = (
-            f"zero={options.zero} gathers parameters behind the optimizer's step, and "
-            f"{options.schedule} updates behind every backward: take a synchronous schedule"
+            f"zero={options.zero} gathers parameters after the optimizer's step, and "
+            f"{options.schedule} updates them after every backward: take a synchronous schedule"
         )
         raise InputError(message)
     _check_data_updates(mesh, options)
@@ -123,8 +126,8 @@ def _check_hooks(lowered: Lowered) -> None:
     """Refuse updates after each backward if hooks change complete gradients."""
     if lowered.asynchronous and lowered.graph.hooks:
         message = (
-            f"{min(lowered.graph.hooks)!r} has a hook, which runs once a step, and pipedream "
-            "updates behind every backward: take a synchronous schedule"
+            f"{min(lowered.graph.hooks)!r} has a gradient hook, which runs once a step, and "
+            "pipedream updates after every backward: take a synchronous schedule"
         )
         raise InputError(message)
 
@@ -155,7 +158,7 @@ def _check_outputs(lowered: Lowered) -> None:
     """Refuse kept outputs that no layer makes, or that context ranks make in pieces."""
     if lowered.graph.kept and lowered.context > 1:
         message = (
-            f"outputs={sorted(lowered.graph.kept)}: predictions do not bring together the rows of "
+            f"outputs={sorted(lowered.graph.kept)}: worker.predict cannot gather the rows of "
             f"context ranks yet (context={lowered.context}): compile for context=1 to predict"
         )
         raise InputError(message)
@@ -175,9 +178,9 @@ def _check_whole(mesh: Mesh, options: Options) -> None:
     pieces = f"tensor={mesh.tensor}" if mesh.tensor > 1 else f"vocabulary={options.vocabulary!r}"
     if options.optimizer in WHOLE and (mesh.tensor > 1 or options.vocabulary in METHODS):
         message = (
-            f"optimizer={options.optimizer!r} takes whole matrices, and with {pieces} ranks have "
-            "pieces of some, each of which it would take for a matrix: take data ranks (zero= "
-            "shares whole matrices out among them) or stages with tensor=1 and vocabulary='whole'"
+            f"optimizer={options.optimizer!r} needs whole matrices, and with {pieces} ranks hold "
+            "pieces of some: take tensor=1 and vocabulary='whole' (data ranks may share whole "
+            "matrices out, with zero=)"
         )
         raise InputError(message)
 
@@ -191,13 +194,19 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
     name = f"compression={wanted.compression!r}" if packed else f"updates={wanted.way!r}"
     reason = ""
     if isinstance(mesh, Mesh) and mesh.data == 1:
-        reason = "is for data ranks, and there is one (data=1)"
+        reason = "is for data ranks, and there is only one (data=1): leave it out"
     elif options.asynchronous:
         reason = f"needs a synchronous schedule ({options.schedule!r} updates inside the step)"
     elif options.zero not in ("auto", 0) and wanted.compression not in ("bf16", "fp16"):
-        reason = f"does not go with zero={options.zero}: every rank that updates has whole states"
+        reason = (
+            f"does not go with zero={options.zero}, because every rank that updates has whole "
+            "optimizer states: take zero=0"
+        )
     elif (wanted.separate or packed) and options.precision == "fp16":
-        reason = "needs one scale of the loss and finite gradients: take precision='bf16'"
+        reason = (
+            "does not go with precision='fp16', where all ranks scale the loss and skip steps "
+            "together: take precision='bf16'"
+        )
     if reason:
         message = f"{name} {reason}"
         raise InputError(message)
@@ -215,7 +224,10 @@ def _check_updates_of_weights(lowered: Lowered) -> None:
         if item.trainable and axes and _follows_batch(graph, item.node):
             reason = _drift(axes)
         elif item.trainable and item.dtype == graph.narrow:
-            reason = "training in 16 bits keeps a master of it, which does not see that"
+            reason = (
+                "16-bit training keeps a float32 master of it, which would miss that: take "
+                "precision='fp32'"
+            )
         elif lowered.zero:
             reason = f"zero={lowered.zero} shares it out: take zero=0"
         if reason:
@@ -229,8 +241,8 @@ def _drift(axes: Sequence[str]) -> str:
     one = " and ".join(f"one {axis} rank" for axis in axes)
     needed = ", ".join(f"{axis}=1" for axis in axes)
     return (
-        f"{ranks} would each by what they have of a batch, and train copies that drift apart: "
-        f"take {one} ({needed})"
+        f"{ranks} would each update it by their own part of a batch, so that their copies drift "
+        f"apart: take {one} ({needed})"
     )
 
 
@@ -257,24 +269,32 @@ def _check_updates_of_model(lowered: Lowered) -> None:
     updated = [item.name for item in graph.parameters if item.mutated]
     reason, each = "", updates.compression is not None and lowered.zero > 1
     if (updates.separate or updates.compression) and is_synchronized(graph.fx_graph):
-        reason = "takes each data rank by itself, and a SyncBatchNorm of the model all together"
+        reason = (
+            "lets each data rank step by itself, and a SyncBatchNorm of the model needs all of them"
+        )
     elif each and lowered.tied:
         reason = (
-            f"with zero={lowered.zero} casts what each rank adds, and {lowered.tied[0].name!r} is "
-            "on several (untie it, or keep its users on one stage)"
+            f"with zero={lowered.zero} rounds what each rank adds, and {lowered.tied[0].name!r} is "
+            "on several ranks (untie it, or keep its users on one stage)"
         )
     elif each and lowered.split:
         reason = (
-            f"with zero={lowered.zero} casts what each micro-batch adds, and a backward in two "
-            "parts adds of several at once (take a schedule with whole backwards, such as '1f1b')"
+            f"with zero={lowered.zero} rounds what each micro-batch adds, and a backward in two "
+            "parts adds several at once (take a schedule with whole backwards, such as '1f1b')"
         )
     elif way == "asynchronous" and updated:
-        reason = f"has no common statistics, and forwards update {updated[0]!r} ({len(updated)})"
+        reason = (
+            f"keeps no statistics that data ranks share, and forwards update {updated[0]!r} "
+            f"({len(updated)})"
+        )
     elif way == "asynchronous" and graph.hooks:
-        reason = f"updates on another rank, and {min(graph.hooks)!r} has a hook on its gradient"
+        reason = (
+            f"updates parameters on another rank, where the gradient hook of {min(graph.hooks)!r} "
+            "would not run"
+        )
     if reason:
         name = f"compression={updates.compression!r}" if updates.compression else f"updates={way!r}"
-        message = f"{name} {reason}: take another way of the data axis"
+        message = f"{name} {reason}: take another value of updates= or compression="
         raise InputError(message)
 
 
@@ -284,9 +304,9 @@ def _check_host(mesh: Mesh | Cluster, options: Options, plan: Plan | None) -> No
         for device in mesh.devices if isinstance(mesh, Mesh) else (mesh.hardware,):
             if device.host is None and not device.is_cpu:
                 message = (
-                    "recompute='offload' sends activations over the link of a device to its host, "
-                    f"and {device.name!r} has no figure of one: give its file "
-                    '"host": {"bandwidth": B/s, "latency": s}, or take recompute=\'full\''
+                    "recompute='offload' sends activations from a device to its host, and the "
+                    f'file of {device.name!r} does not say how fast that is: add "host": '
+                    f'{{"bandwidth": B/s, "latency": s}} to it, or take recompute=\'full\''
                 )
                 raise InputError(message)
 
@@ -297,21 +317,24 @@ def _check_axes(mesh: Mesh, options: Options) -> None:
     reason, wanted = "", options.data_updates
     if mesh.expert > 1 and (wanted.separate or wanted.rank):
         reason = (
-            "they exchange tokens in every layer, and sum what they learn: take updates="
-            "'all-reduce' or 'parameter-server', with compression='bf16', 'fp16' or none"
+            "exchange tokens in every layer, and sum gradients: take updates='all-reduce' or "
+            "'parameter-server', with compression='bf16', 'fp16' or none"
         )
     elif mesh.expert > 1 and options.asynchronous:
-        reason = "they update together: take a synchronous schedule"
+        reason = "update together: take a synchronous schedule"
     if reason:
-        message = f"expert={mesh.expert}: its ranks have other experts each; {reason}"
+        message = f"expert ranks (expert={mesh.expert}) {reason}"
         raise InputError(message)
     if wanted.separate:
-        reason = f"they update together, and with updates={wanted.way!r} each rank by itself"
+        reason = (
+            f"and update together, while with updates={wanted.way!r} each rank updates by itself: "
+            "leave updates out"
+        )
     elif wanted.compression is not None:
         name = f"compression={wanted.compression!r}"
-        reason = f"{name} is of the gradients of whole batches: leave it out"
+        reason = f"and {name} is for gradients of whole batches: leave it out"
     if mesh.context > 1 and reason:
-        message = f"context={mesh.context}: its ranks have pieces of one batch; {reason}"
+        message = f"context ranks (context={mesh.context}) have pieces of one batch, {reason}"
         raise InputError(message)
 
 
@@ -400,12 +423,16 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     for name in ("model", "fingerprint", "mesh", "microbatches", "precision", "optimizer"):
         here, there = getattr(expected, name), getattr(plan, name)
         if here != there:
+            subject = {
+                "fingerprint": "graph, as its fingerprint says",
+                "microbatches": "number of micro-batches",
+            }.get(name, name)
             message = (
-                f"the plan is of another {name} (plan: {there}, here: {here}); compile without "
-                "plan= to make a new one"
+                f"the plan was made for another {subject} (plan: {there}, here: {here}): compile "
+                "without plan= to make a new one"
             )
             if name == "fingerprint":
-                message += ", or with exact= as it was made with"
+                message += ", or with the model, inputs and exact= that it was made with"
             raise PlanError(message)
     decisions = ["schedule", "granularity", "stages", "recompute"]
     decisions += ["sharding"] if problem.mesh.tensor > 1 else []

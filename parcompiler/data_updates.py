@@ -55,14 +55,14 @@ class DataUpdates:
         numbers = all(isinstance(x, float) and math.isfinite(x) for x in self.outer)
         if len(self.outer) != 2 * local or not numbers:
             message = (
-                "outer is 'average', 'nesterov', or a learning rate and a momentum, for "
-                f"updates='local' ({shown(self.outer)} given, updates={self.way!r})"
+                "outer must be 'average', 'nesterov', or a learning rate and a momentum, and "
+                f"needs updates='local' ({shown(self.outer)} given, updates={self.way!r})"
             )
             raise InputError(message)
         if self.compression is not None and self.way != "all-reduce":
             message = (
-                f"compression={self.compression!r} is of the gradients that an all-reduce sums, "
-                f"and updates={self.way!r} has none: leave one of them out"
+                f"compression={self.compression!r} is for the gradients that an all-reduce sums, "
+                f"and updates={self.way!r} has no all-reduce: leave one of them out"
             )
             raise InputError(message)
 

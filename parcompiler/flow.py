@@ -244,9 +244,9 @@ def _warn_of_whole_gradients(captured: Graph, options: Options) -> None:
     if names:
         message = (
             f"parcompiler: gradients of tables with sparse=True ({len(names)}: {next(iter(names))}"
-            f"{', ...' if len(names) > 1 else ''}) are made of all rows, and planned so; with "
-            'optimizer="sgd" or "adagrad" they are the rows that a step looks up (but for 16-bit '
-            "parameters, zero=1 to 3, other updates= than the default, compression and pipedream)"
+            f"{', ...' if len(names) > 1 else ''}) have all rows in this program. They have only "
+            'the rows that a step looks up with optimizer="sgd" or "adagrad", and without 16-bit '
+            "parameters, zero=1 to 3, updates=, compression= and pipedream"
         )
         print(message, file=sys.stderr)
 

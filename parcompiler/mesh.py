@@ -164,7 +164,10 @@ class Cluster:
             object.__setattr__(self, name, count)
         positive("the number of devices of a cluster", self.size, MOST_RANKS)
         if _is_listed(self.device):
-            message = "a cluster has one kind of device (several given): give a Mesh its devices"
+            message = (
+                "a cluster has one kind of device (several given): for several, take a Mesh with "
+                "device=(...)"
+            )
             raise InputError(message)
         hardware = Mesh(device=self.device).hardware
         if hardware.devices_per_node != self.devices_per_node:

@@ -160,12 +160,15 @@ def _sharding(value: object) -> str | dict[str, str]:
             for pattern, text in value.items():
                 placement = parse(text)
                 if placement.kind == "P":
-                    message = f"sharding cannot hold {pattern!r} as summands ('P'): 'R' or 'S(0)'"
+                    message = (
+                        f"sharding cannot place {pattern!r} as partial sums ('P'): write 'R' or "
+                        "'S(0)'"
+                    )
                     raise InputError(message)
                 if placement.zigzag or placement.sorted:
                     message = (
-                        f"sharding cannot hold {pattern!r} as {text!r}: rows of a batch alone are "
-                        "dealt so, on context ranks ('R' or 'S(0)')"
+                        f"sharding cannot place {pattern!r} as {text!r}, which is for rows of a "
+                        "batch on context ranks: write 'R' or 'S(0)'"
                     )
                     raise InputError(message)
             return dict(value)

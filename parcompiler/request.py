@@ -89,7 +89,7 @@ class Request:
             message = (
                 f"a step takes {total} samples, which {data} data ranks cannot share in "
                 f"micro-batches of {samples}: take another number of data ranks, or give "
-                "--microbatches, with which a step takes other numbers of samples from there on"
+                "--microbatches, which changes the samples of a step from here on"
             )
             raise InputError(message)
         return count
@@ -110,9 +110,12 @@ def check_fits(graph: Graph, checkpoint: Checkpoint) -> None:
     shapes = {item.name: tuple(item.shape) for item in whole.parameters}
     for name in sorted(shapes.keys() | stored.keys()):
         if shapes.get(name) != stored.get(name):
+            there, here = (
+                f"has the shape {found[name]}" if name in found else "is missing"
+                for found in (stored, shapes)
+            )
             message = (
-                f"{checkpoint.path} is of another model: {name!r} has the shape {stored.get(name)} "
-                f"there and {shapes.get(name)} here (None: there is none)"
+                f"{checkpoint.path} is of another model: {name!r} {there} there, and {here} here"
             )
             raise InputError(message)
 
@@ -147,8 +150,8 @@ def check_published(graph: Graph, folder: Path) -> None:
                 raise InputError(message)
         unknown = [keys[0] for name, keys in stored.items() if name not in names]
         if unknown:
-            message = f"{unknown[0]!r} is unknown to it"
+            message = f"the model has no {unknown[0]!r}"
             raise InputError(message)
     except InputError as error:
-        message = f"{folder} has not the weights of this model: {error}"
+        message = f"{folder} does not have the weights of this model: {error}"
         raise InputError(message) from None

@@ -20,7 +20,9 @@ def division(
     if isinstance(wanted, str):
         return _even(problem, stages)
     if len(wanted) != stages:
-        message = f"stages gives {len(wanted)} counts for {stages} pipeline stages"
+        message = (
+            f"stages has {len(wanted)} counts for {stages} pipeline stages: give one count for each"
+        )
         raise InputError(message)
     found = {}
     for level in problem.levels:

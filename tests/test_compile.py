@@ -87,9 +87,13 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
             "'interlaced' ('vocab-3' given)",
         ),
         ("sharding", "columns", "sharding must be one of 'auto' ('columns' given)"),
-        ("sharding", {"*": "P"}, "sharding cannot hold '*' as summands ('P'): 'R' or 'S(0)'"),
-        ("sharding", {"*": "S(0 sorted)"}, "sharding cannot hold '*' as 'S(0 sorted)': rows of a"),
-        ("sharding", {"*": "S(1 zigzag)"}, "sharding cannot hold '*' as 'S(1 zigzag)': rows of a"),
+        (
+            "sharding",
+            {"*": "P"},
+            "sharding cannot place '*' as partial sums ('P'): write 'R' or 'S(0)'",
+        ),
+        ("sharding", {"*": "S(0 sorted)"}, "sharding cannot place '*' as 'S(0 sorted)', which is"),
+        ("sharding", {"*": "S(1 zigzag)"}, "sharding cannot place '*' as 'S(1 zigzag)', which is"),
         (
             "recompute",
             "all",
@@ -366,7 +370,7 @@ def test_counts_must_add_up_to_the_blocks(program: pc.Program) -> None:
     message = r"the counts \(4, 4\) add up to 8 blocks, but the model has 6 or \d+.*: embedding"
     with pytest.raises(pc.InputError, match=message):
         pc.compile(program, pc.Mesh(pipeline=2), stages=(4, 4))
-    with pytest.raises(pc.InputError, match="stages gives 3 counts for 2 pipeline stages"):
+    with pytest.raises(pc.InputError, match="stages has 3 counts for 2 pipeline stages"):
         pc.compile(program, pc.Mesh(pipeline=2), stages=(2, 2, 2))
 
 
@@ -434,10 +438,10 @@ def test_a_reused_plan_exports_the_same_bytes(program: pc.Program, tmp_path: Pat
 
 def test_a_plan_of_another_model_is_refused(program: pc.Program) -> None:
     model, inputs = zoo.build("llama")
-    with pytest.raises(pc.PlanError, match=r"of another model \(plan: GPT, here: Llama\)"):
+    with pytest.raises(pc.PlanError, match=r"for another model \(plan: GPT, here: Llama\)"):
         pc.compile(model, pc.Mesh(pipeline=2), inputs, plan=program.plan)
     model, inputs = zoo.own_gpt(layers=3)
-    with pytest.raises(pc.PlanError, match="of another fingerprint"):
+    with pytest.raises(pc.PlanError, match="for another graph, as its fingerprint says"):
         pc.compile(model, pc.Mesh(pipeline=2), inputs, plan=program.plan)
 
 
@@ -446,7 +450,7 @@ def test_a_plan_of_another_model_is_refused(program: pc.Program) -> None:
     [
         ("mesh", {"mesh": pc.Mesh(pipeline=3)}),
         ("mesh", {"mesh": pc.Mesh(pipeline=2, device="h100")}),
-        ("microbatches", {"microbatches": 5}),
+        ("number of micro-batches", {"microbatches": 5}),
         ("precision", {"precision": "fp64"}),
         ("optimizer", {"optimizer": "sgd"}),
     ],
@@ -454,7 +458,9 @@ def test_a_plan_of_another_model_is_refused(program: pc.Program) -> None:
 def test_a_plan_for_something_else_is_refused(
     program: pc.Program, name: str, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(pc.PlanError, match=f"the plan is of another {name}.*compile without plan="):
+    with pytest.raises(
+        pc.PlanError, match=f"the plan was made for another {name}.*compile without plan="
+    ):
         pc.compile(program, **{"mesh": pc.Mesh(pipeline=2), **options}, plan=program.plan)
 
 

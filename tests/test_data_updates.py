@@ -57,18 +57,18 @@ def test_options_come_back_from_the_value(options: dict[str, Any]) -> None:
         ({"staleness": 4}, "staleness is for updates='asynchronous'"),
         ({"updates": "asynchronous", "staleness": -1}, "staleness must be an integer, 0 or more"),
         ({"compression_rank": 2}, "compression_rank is for compression='powersgd'"),
-        ({"updates": "local", "outer": "adam"}, "outer is 'average', 'nesterov', or"),
-        ({"updates": "local", "outer": (0.7, float("nan"))}, "outer is 'average'"),
-        ({"outer": "average"}, "outer is 'average', 'nesterov'"),
-        ({"updates": "local", "compression": "bf16"}, "of the gradients that an all-reduce sums"),
-        ({"updates": "local", "mesh": {"pipeline": 2}}, "is for data ranks, and there is one"),
+        ({"updates": "local", "outer": "adam"}, "outer must be 'average', 'nesterov', or"),
+        ({"updates": "local", "outer": (0.7, float("nan"))}, "outer must be 'average'"),
+        ({"outer": "average"}, "outer must be 'average', 'nesterov'"),
+        ({"updates": "local", "compression": "bf16"}, "for the gradients that an all-reduce sums"),
+        ({"updates": "local", "mesh": {"pipeline": 2}}, "is for data ranks, and there is only one"),
         ({"compression": "bf16", "mesh": {}}, "compression='bf16' is for data ranks"),
         ({"updates": "local", "zero": 1}, "does not go with zero=1"),
         ({"compression": "powersgd", "zero": 1}, "does not go with zero=1"),
         ({"compression": "powersgd", "zero": 3}, "does not go with zero=3"),
         ({"updates": "asynchronous", "schedule": "pipedream"}, "pipedream"),
-        ({"compression": "bf16", "precision": "fp16"}, "needs one scale of the loss"),
-        ({"updates": "local", "precision": "fp16"}, "needs one scale of the loss"),
+        ({"compression": "bf16", "precision": "fp16"}, "where all ranks scale the loss"),
+        ({"updates": "local", "precision": "fp16"}, "where all ranks scale the loss"),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(options: dict[str, Any], words: str) -> None:
@@ -80,9 +80,9 @@ def test_what_means_nothing_is_refused_by_name(options: dict[str, Any], words: s
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (nn.BatchNorm1d, {"updates": "asynchronous"}, "no common statistics"),
-        (nn.SyncBatchNorm, {"updates": "local"}, "takes each data rank by itself"),
-        (nn.SyncBatchNorm, {"compression": "fp16"}, "takes each data rank by itself"),
+        (nn.BatchNorm1d, {"updates": "asynchronous"}, "keeps no statistics"),
+        (nn.SyncBatchNorm, {"updates": "local"}, "lets each data rank step by itself"),
+        (nn.SyncBatchNorm, {"compression": "fp16"}, "lets each data rank step by itself"),
     ],
 )
 def test_statistics_of_batches_are_refused_where_batches_are_apart(

@@ -53,7 +53,7 @@ def compiled(model: nn.Module, mesh: pc.Mesh | pc.Cluster, **options: Any) -> pc
         (Renormed(), pc.Mesh(data=2), {"zero": 3}, r"data ranks .*: take one data rank \(data=1\)"),
         (Renormed(), pc.Mesh(context=2), {}, r"context ranks .*: take one .* \(context=1\)"),
         (Renormed(), pc.Mesh(data=2, context=2), {}, r"and one context rank \(data=1, context=1\)"),
-        (Renormed(), pc.Mesh(), {"precision": "bf16"}, "keeps a master of it"),
+        (Renormed(), pc.Mesh(), {"precision": "bf16"}, "keeps a float32 master of it"),
         (Bounded(), pc.Mesh(data=2), {"zero": 3}, "zero=3 shares it out: take zero=0"),
     ],
     ids=["data", "shared", "context", "both", "master", "zero"],

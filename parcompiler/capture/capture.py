@@ -212,7 +212,10 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     for name in kwargs:
         # torch.export writes the names of arguments into source that it runs.
         if not name.isidentifier() or iskeyword(name):
-            message = f"the key {name!r} of the inputs is no name of an argument: put it in a dict"
+            message = (
+                f"the key {name!r} of the inputs cannot be the name of an argument: use the names "
+                f"in forward{signature}"
+            )
             raise InputError(message)
     try:
         signature.bind(*args, **kwargs)

@@ -125,7 +125,9 @@ def drop_objects(graph: fx.Graph) -> None:
     stage could run them."""
     for node in graph.nodes:
         if node.op == "get_attr" and node.users:
-            message = f"a sub-graph or object is part of the graph: {where(node)}"
+            message = (
+                f"the graph has a sub-graph or an object, which cannot be divided: {where(node)}"
+            )
             raise CaptureError(message)
         if node.op == "get_attr":
             graph.erase_node(node)

@@ -79,8 +79,8 @@ class Draw:
 def _refusal(model: str, module: str) -> CaptureError:
     """The error for a forward that draws from `module` instead of torch."""
     message = (
-        f"cannot capture {model}: its forward draws from {module}, and every step would have the "
-        "number of the first: draw with torch (torch.rand), as each micro-batch then does anew"
+        f"cannot capture {model}: its forward draws from {module}, which would give the same "
+        "number in every step: draw with torch (torch.rand), which draws anew for each micro-batch"
     )
     return CaptureError(message)
 

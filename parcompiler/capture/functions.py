@@ -164,8 +164,9 @@ def _recorded(kind: type[torch.autograd.Function], forward: Callable[..., Any], 
     """Record an application, in place of the forward."""
     if kind is CheckpointFunction:
         message = (
-            "checkpoint(use_reentrant=True) runs the forward without gradients, and none would "
-            "come back: say use_reentrant=False, or leave it to compile(recompute=)"
+            "checkpoint(use_reentrant=True) cannot be captured, because it runs its forward "
+            "without gradients: pass use_reentrant=False, or leave recomputing to "
+            "compile(recompute=)"
         )
         raise CaptureError(message)
     apart = _is_setup_context_defined(kind.setup_context)  # then forward takes no ctx

@@ -68,7 +68,7 @@ def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], .
         for hook in hooks:
             gradient = hook(gradient)
             if not isinstance(gradient, torch.Tensor):
-                message = "it returns no tensor, so it is there for something else"
+                message = "it returns no tensor, so it does something else"
                 raise TypeError(message)
         return gradient
 
@@ -80,7 +80,7 @@ def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], .
         assert traced is not None
         reason = _unfit(traced.graph, like)
         if not reason and str(traced.code) != str(again.code):
-            reason = "it is another when it runs again"
+            reason = "it computes something else when it runs again"
     except Exception as error:  # whatever a user's hook raises
         reason = str(error).splitlines()[0][:200]
     if traced is None or reason:
@@ -105,7 +105,7 @@ def _unfit(graph: fx.Graph, like: torch.Tensor) -> str:
                 return f"{target} changes a tensor in place"
             known = torch.Tag.pointwise in target.tags or target._opname in _OF_ELEMENTS
             if not known or torch.Tag.nondeterministic_seeded in target.tags:
-                return f"{target} is no arithmetic of elements"
+                return f"{target} is not arithmetic of elements"
     result: Any = graph.output_node().args[0]
     value = result.meta["val"]
     if (value.shape, value.dtype) != (like.shape, like.dtype):

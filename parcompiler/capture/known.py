@@ -56,9 +56,9 @@ _FACTORIES = frozenset("zeros ones full arange tensor eye linspace scalar_tensor
 _LIKE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
 _SIZED = frozenset("view reshape expand repeat tile unflatten split narrow pad".split())
 _LOOP = (
-    "cannot capture a loop over as many rows as the values of tensors decide (over the experts "
-    "that were hit): let it go through all, hit or not (for expert in range(num_experts)), or take "
-    "a mixture without one (experts_implementation='grouped_mm' in the configuration, where "
+    "cannot capture a loop whose length depends on the values of tensors (over the experts that "
+    "got tokens): loop over all experts (for expert in range(num_experts)), or take a mixture "
+    "without such a loop (experts_implementation='grouped_mm' in the configuration, where "
     "transformers has it)"
 )
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False}

@@ -27,11 +27,12 @@ _DATA_DEPENDENT = (
 )
 _ADVICE_DATA = (
     "control flow or a shape depends on the values of tensors: write it with torch.where or a "
-    "mask, move it out of forward, or make constants of inputs that are alike in every step (sizes "
-    "of images): lists of numbers, or tensors that a module around the model makes"
+    "mask, or move it out of forward. An input that is the same in every step (sizes of images) "
+    "can be a constant: give it as a list of numbers, or let a module around the model make the "
+    "tensor"
 )
 _ADVICE_FIXED = """
-  If {name} is alike in every step, make it a constant so, and give the other inputs alone:
+  If {name} is the same in every step, make it a constant, and give the other inputs alone:
     class Fixed(torch.nn.Module):
         def __init__(self, model):
             super().__init__()
@@ -39,7 +40,7 @@ _ADVICE_FIXED = """
 
         def forward(self, **inputs):
             return self.model({name}=torch.tensor({values}), **inputs)
-  What a model computes in Python from tokens (position_ids of Qwen-VL), it must get as an input."""
+  What a model computes from tokens in Python (position_ids of Qwen-VL) must be an input."""
 _OTHER_ADVICE = {  # by a word in the error or in the named line
     "_ctc_loss": (
         "torch's CTC loss reads the values of lengths and labels before it knows a shape: it "
@@ -54,8 +55,8 @@ _OTHER_ADVICE = {  # by a word in the error or in the named line
         "(torch.autograd.grad, backward) cannot be divided; write the derivative out"
     ),
     "data is not allocated yet": (
-        "the values of traced tensors are read, in a tensor or an index that is made of a list of "
-        "tensors: make it with torch.stack (and not one of which values decide how many it has)"
+        "a tensor or an index is made of a list of tensors, which reads their values: make it "
+        "with torch.stack (its size may not depend on values either)"
     ),
     "torch/nn/modules/rnn.py": (
         "packed sequences have lengths that are values of a tensor: they cannot be divided; give "
@@ -77,7 +78,7 @@ _OTHER_ADVICE = {  # by a word in the error or in the named line
     ),
 }
 _ADVICE = (
-    "torch.export cannot take what this does: write it otherwise, and try "
+    "torch.export cannot trace this line: write it another way, and try "
     "torch.export.export(model, args, kwargs, strict=False) on the module that is named"
 )
 _ADVICE_BROKEN = (

@@ -117,9 +117,9 @@ class _Placeholders:
         tensor = state[target] if target in state else self._exported.constants[target]
         if not isinstance(tensor, torch.Tensor):  # e.g. a torch.Generator
             message = (
-                f"the forward uses an object that is no tensor ({type(tensor).__name__}): random "
-                "numbers come from torch's own generator (leave out generator=), other objects "
-                "are made outside of forward"
+                f"the forward uses an object that is not a tensor ({type(tensor).__name__}): draw "
+                "random numbers from torch's own generator (leave out generator=), and make other "
+                "objects outside of forward"
             )
             raise CaptureError(message)
         check_plain(f"{name!r} of {type(self._model).__name__}", tensor)
@@ -152,8 +152,8 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
         raise InputError(message)
     if is_traceable_wrapper_subclass(tensor):
         message = (
-            f"{what} is a {type(tensor).__name__}, which other tensors make up: compile the model "
-            "before it is sharded (fully_shard, parallelize_module) or quantized"
+            f"{what} is a {type(tensor).__name__}, which is made of other tensors: compile the "
+            "model before it is sharded (fully_shard, parallelize_module) or quantized"
         )
         raise InputError(message)
 

@@ -164,9 +164,9 @@ def compile_command(
     resumed = "" if checkpoint is None else f" --resume {shlex.quote(str(checkpoint.absolute()))}"
     started = f"{_started(launcher, path, ranks)}{resumed}"
     if not (weights or given):
-        started = f"begins with no weights: {advice}; or start it with --resume CHECKPOINT"
+        started = f"it has no weights to begin with: {advice}; or start it with --resume CHECKPOINT"
     text = (
-        f"{path}: {ranks} scripts, of which {path / 'README.md'} tells\n"
+        f"{path}: the scripts of {ranks} ranks, explained in {path / 'README.md'}\n"
         f"  {started}\n"
         f"  parcompiler report {shlex.quote(str(path))}"
     )
@@ -179,12 +179,14 @@ def compile_command(
 @options.planning
 @click.option(
     "--seed", type=options.SEED, default=0, show_default=True,
-    help="Of the random batch, and of weights where the model has none.",
+    help="Seed of the random batch, and of the weights where the model has none.",
 )  # fmt: skip
 @click.option(
     "--compiled", is_flag=True, help="Prove it with layers through torch.compile's compiler."
 )
-@click.option("--full", is_flag=True, help="Float64 at the compiled sizes of a large step, too.")
+@click.option(
+    "--full", is_flag=True, help=("Compare a large step in float64 at its full sizes, too.")
+)
 @click.option(
     "--on", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
     help="What the ranks run on; they share GPUs where there are fewer.",
@@ -288,7 +290,7 @@ def report_command(
 )
 @click.option(
     "--dtypes", type=words.NAMES,
-    help="What to multiply, such as float32,bfloat16. Default: all that the device is made for.",
+    help="Dtypes to measure, such as float32,bfloat16. Default: all that the device is made for.",
 )  # fmt: skip
 @click.option(
     "--threads", type=click.IntRange(1, 4096), default=1, show_default=True, metavar="N",

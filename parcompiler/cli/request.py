@@ -66,8 +66,9 @@ def compiled(
     elif saved is not None and saved.configuration is None:
         example = saved.model or "path/to/file.py:factory"
         message = (
-            f"MODEL is missing: Python made the model of {checkpoint}, which a checkpoint does "
-            f"not run: give it, as in parcompiler compile {example} --checkpoint {checkpoint}"
+            f"MODEL is missing: Python code made the model of {checkpoint}, and no code of a "
+            f"checkpoint is run: give MODEL, as in parcompiler compile {example} --checkpoint "
+            f"{checkpoint}"
         )
         raise InputError(message)
     plan = read(plan_path).plan if plan_path is not None else None
@@ -147,7 +148,10 @@ def _device_of(saved: Request) -> str:
     from parcompiler.device import names
 
     if saved.device not in names():
-        message = f"--device is missing: the run was on {saved.device or 'several'}"
+        message = (
+            "--device is missing: the run of the checkpoint was on "
+            f"{saved.device or 'several devices'}, which is not a device of the catalogue"
+        )
         raise InputError(message)
     return saved.device
 
@@ -186,7 +190,7 @@ def _check_mesh(
             message = f"{option} is for --mesh auto, which weighs all meshes of a cluster"
             raise InputError(message)
     if mesh == AUTO and plan_path is not None:
-        message = "--plan has its mesh: leave --mesh auto out"
+        message = "a plan is for one mesh: leave --mesh auto out, or --plan"
         raise InputError(message)
 
 

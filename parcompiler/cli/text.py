@@ -90,7 +90,11 @@ def tokens_of(
     pieces, below = _encoded(data, kept or tokenizer, size, save)
     count = write_tokens(target, pieces, below, of=digest.hexdigest())
     if kept is not None:
-        note(f"the texts are new: they get the tokenizer of the run that goes on ({kept})", quiet)
+        note(
+            "the texts have changed: they are encoded with the tokenizer of the run that goes on "
+            f"({kept})",
+            quiet,
+        )
     note(f"tokens: {count:,} of {characters:,} characters", quiet)
     return target.absolute()
 

@@ -60,13 +60,14 @@ INTERRUPTED = 130
 @click.option("--lr", type=options.AMOUNT, default=6e-4, show_default=True,
               help="Learning rate of AdamW.")  # fmt: skip
 @click.option("--warmup", type=options.NUMBER, default=20, show_default=True,
-              help="Steps up to that rate, which falls to a tenth as a cosine.")  # fmt: skip
+              help="Steps in which the rate rises to --lr; then it falls to a tenth as a "
+              "cosine.")  # fmt: skip
 @click.option("--weight-decay", type=options.AMOUNT, default=0.1, show_default=True,
-              help="Of matrices.")  # fmt: skip
+              help="Weight decay of AdamW, for matrices.")  # fmt: skip
 @click.option("--max-norm", type=options.Real(min=0, min_open=True, finite=False), default=1.0,
               show_default=True, help="Norm that gradients are clipped to; inf: none.")  # fmt: skip
 @click.option("--hold-out", type=options.Real(0, 1, max_open=True), default=0.05,
-              show_default=True, help="Share of the rows for evaluations.")  # fmt: skip
+              show_default=True, help="Share of the rows kept for evaluations.")  # fmt: skip
 @click.option("--evaluate-every", type=options.COUNT, default=50, show_default=True, metavar="N",
               help="Steps from one evaluation to the next.")  # fmt: skip
 @click.option("--every", type=options.COUNT, default=100, show_default=True, metavar="N",
@@ -86,7 +87,8 @@ INTERRUPTED = 130
     "those of its checkpoint.",
 )  # fmt: skip
 @click.option("--seed", type=options.SEED, default=0, show_default=True,
-              help="Of the model's first weights, the order of the data, and dropout.")  # fmt: skip
+              help="Seed of the model's first weights, the order of the data, and "
+              "dropout.")  # fmt: skip
 @options.remarks
 @click.pass_obj
 def train_command(

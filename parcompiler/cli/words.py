@@ -95,7 +95,7 @@ def degrees(text: str) -> str | dict[str, int]:
         axis, _, count = (word.strip() for word in part.partition("="))
         if axis not in AXES:
             example = "pipeline=4,tensor=2,data=2, in any order (an axis left out is 1), or auto"
-            message = f"{part!r} names no axis: write {example}"
+            message = f"{part!r} is not AXIS=N: write {example}"
             raise ValueError(message)
         if not _is_count(count):
             message = f"{part!r} needs a positive integer: write {axis}=2"

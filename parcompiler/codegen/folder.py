@@ -76,7 +76,8 @@ def export(
                 beside.rmdir()
     except OSError as error:
         message = (
-            f"cannot export to {path} ({error.strerror or error}): what was there is as it was"
+            f"cannot export to {path} ({error.strerror or error}): nothing that was there has "
+            "changed"
         )
         raise InputError(message) from error
     return path
@@ -188,7 +189,10 @@ def _replace(place: Path, new: Path, old: Path) -> None:
     """Put the folder `new` at `place`, with the files there that no export has written."""
     for name in _others(place):
         if os.path.lexists(new / name):
-            message = f"{place / name} is in the way, and no export has written it: move it"
+            message = (
+                f"{place / name} has the name of a file of the export, and was not written by one: "
+                "move it"
+            )
             raise InputError(message)
     if not os.path.lexists(place):
         new.rename(place)

@@ -228,8 +228,8 @@ def _refuse_missing(error: Exception, nodes: Iterable[fx.Node]) -> None:
     if missing is not None:
         node = next((node for node in nodes if overload_name(node) == missing[1]), None)
         message = (
-            f"torch has no derivative of {missing[1]!r}, and gradients would come through it: "
-            f"detach what it reads, or write it otherwise{f'; {where(node)}' if node else ''}"
+            f"torch has no derivative of {missing[1]!r}, which gradients would have to go through: "
+            f"detach what it reads, or write it another way{f'; {where(node)}' if node else ''}"
         )
         raise CaptureError(message) from error
 

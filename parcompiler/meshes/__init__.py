@@ -173,7 +173,7 @@ class MeshSearch:
             possible = [c for c in weighed if c.place not in self.errors]
             if not possible:
                 reasons = list(dict.fromkeys(c.reason for c in self.candidates if c.reason))
-                message = f"no mesh of the cluster can be: {'; '.join(reasons[:4])}"
+                message = f"no mesh of the cluster is possible: {'; '.join(reasons[:4])}"
                 raise InputError(message)
             raise nothing_fits(self.cluster, self.sizes, possible, self.passes)
 

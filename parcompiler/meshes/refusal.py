@@ -51,13 +51,15 @@ def nothing_fits(
     if room < device.memory:
         has += f", {room:,} without the margin"
     if least is None:
-        message = f"the model fits no mesh of the cluster ({has}), nor with any more memory"
+        message = (
+            f"the model fits no mesh of the cluster ({has}), and would not with more memory either"
+        )
         return InfeasibleError(message)
     mesh = least.candidate.mesh
     degrees = f"pipeline={mesh.pipeline}, tensor={mesh.tensor}, data={mesh.data}"
     cures = ", or ".join(_cures(cluster, sizes, least))
     error = InfeasibleError(
-        f"the model fits no mesh of the cluster ({has}; the least found to do is "
+        f"the model fits no mesh of the cluster ({has}; the least that was found is "
         f"{least.nbytes:,} bytes a device, {least.nbytes - room:,} more than it has, with "
         f"{degrees}): {cures}"
     )

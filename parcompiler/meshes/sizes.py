@@ -98,8 +98,8 @@ class MicrobatchSizes:
             return (self.given,)
         if self.given is None:
             message = (
-                f"microbatch={self.wanted!r} needs inputs of as many rows each, their first "
-                "dimension: those given share none"
+                f"microbatch={self.wanted!r} needs inputs with equally many rows (their first "
+                "dimension), and those given differ"
             )
             raise InputError(message)
         if self.wanted == AUTO:
@@ -125,7 +125,7 @@ class MicrobatchSizes:
         if rows == self.given:
             return None
         if not self.microbatches(rows):
-            return f"{self.total} rows are no micro-batches of {rows}"
+            return f"{self.total} rows cannot be divided into micro-batches of {rows}"
         if self._fixed:
             return f"{STAYS}: {self._fixed}"
         try:

@@ -62,9 +62,12 @@ def space(
         each, rest = divmod(count, mesh.data)
         reason = None
         if rest:
-            reason = f"{mesh.data} data ranks need a multiple of so many micro-batches ({count})"
+            reason = (
+                f"{mesh.data} data ranks need a number of micro-batches that {mesh.data} divides "
+                f"({count} given)"
+            )
         elif mesh.pipeline > blocks:
-            reason = f"{mesh.pipeline} stages need as many blocks ({blocks})"
+            reason = f"{mesh.pipeline} stages need at least {mesh.pipeline} blocks ({blocks} found)"
         yield Candidate(mesh, each, place, reason, rows)
 
 

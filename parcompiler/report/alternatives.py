@@ -189,7 +189,7 @@ def runner_up(report: ReportData) -> str:
         return NOTHING
     by = f"{percent(abs(other.seconds / step - 1))} "
     by += "shorter" if other.seconds < step else "longer"
-    why = ", but less plain" if other.seconds < step else ""
+    why = ", but less simple" if other.seconds < step else ""
     plan = ", ".join((other.degrees, *_plan(other)))
     return f"{plan}: {quantity(other.seconds, SECONDS)}, {by}{why}"
 
@@ -215,7 +215,7 @@ def _why(mesh: MeshChoice, best: MeshChoice, memory: int) -> str:
         over = (mesh.memory or 0) - memory
         return f"{mesh.reason} (+{quantity(over, BYTES)})" if over > 0 else mesh.reason
     if (mesh.seconds or 0.0) < (best.seconds or 0.0):
-        return "hardly faster, and less plain"
+        return "hardly faster, and less simple"
     more, part = max(
         ((getattr(mesh, part) or 0.0) - (getattr(best, part) or 0.0), part)
         for part in ("compute", "exchange", "idle")

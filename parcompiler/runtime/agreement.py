@@ -66,7 +66,10 @@ def difference_of_calls(program: RankProgram, calls: Sequence[WorkerCall]) -> st
     """How the calls of the ranks differ, the same text on all of them; empty where they agree."""
     refusing = [rank for rank, call in enumerate(calls) if not call.microbatches]
     if refusing:
-        return f"rank {refusing[0]} refused its batch and says why: no rank has taken this one"
+        return (
+            f"rank {refusing[0]} refused its batch (its own error says why), so no rank has used "
+            "this one"
+        )
     for rank, call in enumerate(calls):
         if call[:3] != calls[0][:3]:
             return f"all ranks must make the same call (rank 0: {calls[0]}; rank {rank}: {call})"

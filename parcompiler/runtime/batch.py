@@ -225,8 +225,8 @@ def _check_keys(
         if not is_plain or (value != known and not is_nan):
             message = (
                 f"batch[{key!r}] is {value if is_plain else type(value).__name__}, and the model "
-                f"was compiled with {known}: what is no tensor is the same in all steps "
-                "(compile it with a tensor there, or anew with this value)"
+                f"was compiled with {known}: values other than tensors are constants of a program "
+                "(compile it with a tensor there, or again with this value)"
             )
             raise InputError(message)
 
@@ -261,8 +261,8 @@ def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int)
         message += f"; {tensor.shape[0]} rows cannot be divided into {count} micro-batches"
     if tuple(tensor.shape) == spec.shape:
         message += (
-            f"; this is one micro-batch: give all rows of the step, or, of what is the same for "
-            f"all rows, {count} times as many (tensor.repeat)"
+            f"; this has the rows of one micro-batch: give those of all {count}, and repeat what "
+            "is the same for all of them (tensor.repeat)"
         )
     elif spec.shape and tensor.ndim and tensor.shape[0] < spec.shape[0] * count:
         message += (

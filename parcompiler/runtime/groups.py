@@ -70,10 +70,10 @@ def check_takes_rows(kind: object, tables: Sequence[str], options: Mapping[str, 
             raise InputError(message)
     if fault:
         message = (
-            f"{fault} rows that a step did not look up, and gradients of {len(tables)} tables "
-            f"({tables[0]!r}) are the rows alone that it did, as sparse=True asks for and the plan "
-            "was made for: take torch.optim.SGD or Adagrad without weight_decay, or compile with "
-            'the optimizer in question, as optimizer="adamw"'
+            f"{fault} rows that a step did not look up, and with sparse=True gradients of "
+            f"{len(tables)} tables ({tables[0]!r}) have only the rows that it did: take "
+            "torch.optim.SGD or Adagrad without weight_decay, or compile with the optimizer that "
+            'you use, as optimizer="adamw"'
         )
         raise InputError(message)
 

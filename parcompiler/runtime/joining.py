@@ -162,7 +162,10 @@ def _check_place(program: RankProgram, rank: int, size: int) -> None:
     """Refuse a number of processes that is not the plan's, and the program of another rank."""
     _check_size(program.size, size)
     if rank != program.rank:
-        message = f"this is rank {rank} with the program of rank {program.rank}"
+        message = (
+            f"this process is rank {rank}, and runs the script of rank {program.rank}: start "
+            "main.py, which takes the right one"
+        )
         raise LaunchError(message)
 
 

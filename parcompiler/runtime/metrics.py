@@ -50,7 +50,10 @@ class Metrics:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                message = "TensorBoard is not installed (pip install tensorboard): leave it out"
+                message = (
+                    "TensorBoard is not installed: pip install tensorboard, or leave tensorboard "
+                    "out"
+                )
                 raise InputError(message) from error
             self._events = SummaryWriter(str(tensorboard))
         program = worker.program

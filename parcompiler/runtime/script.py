@@ -175,7 +175,9 @@ def _rows_of_samples(
             message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
             raise InputError(message)
         if spec.shape and not tensors[spec.key].ndim:
-            message = f"{spec.key!r} in {path} must have rows of shape {spec.shape[1:]} (a scalar)"
+            message = (
+                f"{spec.key!r} in {path} must have rows of shape {spec.shape[1:]} (it is a scalar)"
+            )
             raise InputError(message)
         if number := program.rows_of_sample(spec):
             rows[spec.key] = number

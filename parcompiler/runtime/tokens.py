@@ -88,8 +88,8 @@ class TokenRows(Dataset[dict[str, torch.Tensor]]):
         spec = next(s for s in program.inputs.values() if s.key == self._keys[0])
         if spec.high is not None and facts["largest"] >= spec.high:
             message = (
-                f"{path} has tokens up to {facts['largest']}, and the model knows those below "
-                f"{spec.high}: take a tokenizer of its vocabulary"
+                f"{path} has tokens up to {facts['largest']}, and the model takes those below "
+                f"{spec.high}: take a tokenizer with its vocabulary"
             )
             raise InputError(message)
         self.length, self._shift = spec.shape[1], int(labels == "next")
@@ -126,7 +126,10 @@ def described(path: Path) -> Mapping[str, Any]:
             return dict(facts)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    message = f"{path} is no file of tokens with its {path.name}.json (parcompiler train makes one)"
+    message = (
+        f"{path} is not a file of tokens, or {path.name}.json does not fit it (parcompiler train "
+        "and pc.write_tokens write both)"
+    )
     raise InputError(message)
 
 
@@ -137,8 +140,9 @@ def columns(program: RankProgram) -> tuple[str, str]:
     if len(rows) not in (1, 2) or len(rows) != len(program.inputs):
         listed = ", ".join(f"{s.key} {s.shape} {s.dtype}" for s in program.inputs.values())
         message = (
-            f"a file of tokens fills inputs of tokens and labels, both [rows, tokens] of int64 "
-            f"(this model: {listed}): give a file of safetensors, or feed a worker of yours"
+            "a file of tokens needs a model whose inputs are tokens and labels, both [rows, "
+            f"tokens] of int64 (this model: {listed}): give a file of safetensors, or write a loop "
+            "of your own"
         )
         raise InputError(message)
     named = [s.key for s in rows if "label" in s.key or "target" in s.key] or [rows[-1].key]

@@ -33,36 +33,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a command line."""
     group = parser.add_argument_group("training")
     group.add_argument("--lr", type=amount, default=1e-3, help="learning rate of AdamW (0.001)")
-    group.add_argument("--warmup", type=natural, default=0, help="steps up to that rate (0)")
+    group.add_argument(
+        "--warmup", type=natural, default=0, help=("steps in which the rate rises to --lr (0)")
+    )
     group.add_argument(
         "--decay", choices=("none", "cosine", "linear"), default="none",
         help="how the rate falls to a tenth at the last step (none)",
     )  # fmt: skip
     group.add_argument(
         "--weight-decay", type=amount,
-        help="of parameters with two dimensions or more alone; otherwise AdamW's own, of all",
+        help=(
+             "weight decay of parameters with two dimensions or more; without it AdamW's own, for "
+             "all"
+         ),
     )  # fmt: skip
     group.add_argument("--max-norm", type=above_zero, help="clip the gradients to this norm")
     group.add_argument(
         "--labels", choices=LABELS, default="next",
-        help="of a file of tokens: those that follow, or the same for models that shift themselves",
+        help=(
+             "labels of a file of tokens: next, the tokens that follow, or same, for models that "
+             "shift them"
+         ),
     )  # fmt: skip
     group.add_argument(
         "--hold-out", type=amount, default=0.0, metavar="SHARE",
-        help="of the rows of a file of tokens, for evaluations (0)",
+        help="share of the rows of a file of tokens that is kept for evaluations (0)",
     )  # fmt: skip
     group.add_argument(
-        "--evaluate-every", type=positive, metavar="N", help="evaluate after every N-th"
+        "--evaluate-every", type=positive, metavar="N", help="evaluate after every N-th step"
     )
     group.add_argument(
         "--evaluate-steps", type=positive, default=10, help="batches of an evaluation (10)"
     )
     group.add_argument(
         "--log-every", type=positive, metavar="N",
-        help="tell loss, speed, MFU, memory and more after every N-th step, instead of each loss",
+        help="report loss, speed, MFU, memory and more after every N-th step, instead of each loss",
     )  # fmt: skip
-    group.add_argument("--metrics", type=path, metavar="FILE", help="tell them as JSON lines, too")
-    group.add_argument("--tensorboard", type=path, metavar="DIR", help="and to TensorBoard")
+    group.add_argument(
+        "--metrics", type=path, metavar="FILE", help=("write them as lines of JSON, too")
+    )
+    group.add_argument(
+        "--tensorboard", type=path, metavar="DIR", help=("write them for TensorBoard, too")
+    )
     group.add_argument(
         "--profile", metavar="FIRST-LAST",
         help="write torch's profile of these steps of each rank into profile/ of --save, or here",

@@ -259,10 +259,10 @@ class Updates:
         pieces = sorted(name for name in trained if name in program.pieces)
         if pieces:
             message = (
-                f"{getattr(kind, '__name__', kind)!s} is not known to work element by element, and "
-                f"this rank has pieces of {len(pieces)} parameters ({pieces[0]!r}), so that it "
-                "would not train as one process does: take one of torch.optim that does "
-                f"({', '.join(sorted(ELEMENTWISE))}), say elementwise=True if yours does, or "
+                f"{getattr(kind, '__name__', kind)} is not known to work element by element, and "
+                f"this rank has only pieces of {len(pieces)} parameters ({pieces[0]}), so that it "
+                "would train otherwise than one process does: take one of torch.optim that does "
+                f"({', '.join(sorted(ELEMENTWISE))}), pass elementwise=True if yours does, or "
                 "compile with tensor=1, expert=1 and vocabulary='whole'"
             )
             raise InputError(message)
@@ -276,10 +276,9 @@ class Updates:
         several = grid.pipeline * grid.tensor * program.expert > 1 or self._parts is not None
         if several and is_coupling(kind, options):
             message = (
-                f"{getattr(kind, '__name__', kind)!s} computes something over all of its "
-                "parameters (of two together it makes something else than of each alone), and "
-                "every rank would over its own: compile with data ranks alone and zero=0, or take "
-                "one that does not"
+                f"{getattr(kind, '__name__', kind)} computes something over all of its parameters "
+                "together, and each rank has only some of them: compile with data ranks alone and "
+                "zero=0, or take an optimizer that updates each parameter by itself"
             )
             raise InputError(message)
 

@@ -115,8 +115,8 @@ class Worker:
         self.compiled: CompiledStages | None = None
         if compiled and program.expert > 1:
             message = (
-                "compiled=True needs known numbers of rows, and expert ranks get as many "
-                f"as are sent (expert={program.expert}): run without compiled=True"
+                "compiled=True needs a fixed number of rows, and expert ranks get another number "
+                f"in each step (expert={program.expert}): run without compiled=True"
             )
             raise LaunchError(message)
         if compiled:  # imports half of torch
@@ -439,7 +439,10 @@ class Worker:
         """
         self._check_synchronous()
         if self._updates.serving is not None:
-            message = "a server goes on updating: using() is not for updates='asynchronous'"
+            message = (
+                "using() is not available with updates='asynchronous', where the server goes on "
+                "updating"
+            )
             raise InputError(message)
         with self._failing_together("using", InputError):
             self._updates.swap(state)
@@ -982,6 +985,6 @@ def _timedelta(timeout: timedelta | float) -> timedelta:
     """A timeout; a number is in seconds."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
-        message = f"timeout must be from 0 to {LONGEST} s ({seconds!r} given)"
+        message = f"timeout must be above 0 and at most {LONGEST} s ({seconds!r} given)"
         raise InputError(message)
     return timedelta(seconds=seconds)

@@ -159,8 +159,8 @@ class DataParts:
         """
         if any(part.grad is not None for part in self.parts.values()):
             message = (
-                "the gradients of the last step are shared out among the data ranks otherwise "
-                "than this optimizer needs them: call worker.set_optimizer before worker.step"
+                "the last step divided its gradients among the data ranks in another way than "
+                "this optimizer needs: call worker.set_optimizer before worker.step"
             )
             raise InputError(message)
         self.arrive()

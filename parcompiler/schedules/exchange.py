@@ -204,7 +204,7 @@ def _check_order(found: CellOf) -> None:
             if found[earlier] > place:
                 message = (
                     f"{action.cell} in {place} stands before {earlier.cell} in column "
-                    f"{found[earlier].column}, which it needs: exchange them"
+                    f"{found[earlier].column}, which it needs: swap them"
                 )
                 raise InputError(message)
 

@@ -202,8 +202,8 @@ def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:
             )
             raise InputError(message)
         message = (
-            f"expert={n} divides experts, and {graph.name} has none that are known as such "
-            "(stacked matrices that are multiplied with rows by expert): take expert=1"
+            f"expert={n} divides experts, and none were found in {graph.name} (stacked matrices "
+            "that are multiplied with rows by expert): take expert=1"
         )
         raise InputError(message)
     for layer in layers:

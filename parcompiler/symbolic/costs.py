@@ -269,7 +269,7 @@ class Costs:
         for word, number in wanted.items():
             if word not in known:
                 words = ", ".join(known) or "none"
-                message = f"the costs are in no size {word!r} (known: {words})"
+                message = f"the costs do not depend on {word!r} (known: {words})"
                 raise InputError(message)
             if type(number) is not int or number < 1:
                 message = f"{word} must be a positive whole number ({number!r} given)"

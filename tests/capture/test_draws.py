@@ -32,7 +32,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("module", ["random", "numpy.random"])
 def test_draws_of_other_modules_are_refused(module: str) -> None:
-    with pytest.raises(CaptureError, match=f"Scaled: its forward draws from {module}, and every"):
+    with pytest.raises(CaptureError, match=f"Scaled: its forward draws from {module}, which"):
         capture(Scaled(module), (torch.zeros(1, 2),))
     capture(Scaled("none"), (torch.zeros(1, 2),))
 
@@ -88,7 +88,7 @@ def test_draws_that_decide_are_refused(draw: Callable[[], Any]) -> None:
         bool,
     ):
         with pytest.raises(
-            CaptureError, match=r"its forward draws from (random|numpy.random), and"
+            CaptureError, match=r"its forward draws from (random|numpy.random), which"
         ):
             capture(Dropping(draw, keeps), (torch.zeros(1, 2),))
 

@@ -49,7 +49,7 @@ def test_a_generator_of_the_models_own_is_named() -> None:
             x = super().forward(input)
             return x + torch.randn(x.shape, generator=self.generator)
 
-    message = r"an object that is no tensor \(Generator\)"
+    message = r"an object that is not a tensor \(Generator\)"
     with pytest.raises(CaptureError, match=message):
         capture(Stack(lambda: Drawing(WIDTH, WIDTH)), XY)
 
@@ -79,7 +79,7 @@ def test_the_way_out_for_sizes_of_images_is_one_that_works() -> None:
                 x = x - x[i : i + size].mean() if size > 1 else x
             return super().forward(x, labels)
 
-    with pytest.raises(CaptureError, match="If grid is alike in every step") as error:
+    with pytest.raises(CaptureError, match="If grid is the same in every step") as error:
         capture(Seeing(), {**XY, "grid": GRID})
     lines = str(error.value).split("alone:\n")[1].split("  What a model")[0]
     names: dict[str, Any] = {"torch": torch}
@@ -87,7 +87,7 @@ def test_the_way_out_for_sizes_of_images_is_one_that_works() -> None:
     assert capture(names["Fixed"](Seeing()), XY).parameters
     with pytest.raises(CaptureError) as error:
         capture(Stack(Branching), XY)
-    assert "alike in every step, make" not in str(error.value)
+    assert "the same in every step, make" not in str(error.value)
 
 
 def test_an_error_of_the_model_is_shown_with_its_place() -> None:
@@ -197,7 +197,9 @@ def test_tensors_of_tensors_are_refused_by_name() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     pieces = TwoTensor(model.weight.detach(), model.weight.detach())
     model.weight = nn.Parameter(pieces)  # as fully_shard has DTensors
-    with pytest.raises(InputError, match="'weight' of Linear is a TwoTensor, which other tensors"):
+    with pytest.raises(
+        InputError, match="'weight' of Linear is a TwoTensor, which is made of other tensors"
+    ):
         capture(model, (rows(WIDTH),), loss=torch.sum)
 
 
@@ -359,7 +361,7 @@ def test_a_model_that_fails_by_itself_is_told_from_one_that_cannot_be_captured()
     assert torch.equal(random, torch.get_rng_state())
     with pytest.raises(CaptureError, match="cannot capture Unexported") as error:
         capture(Unexported(), XY)
-    assert "torch.export cannot take" in str(error.value)
+    assert "torch.export cannot trace" in str(error.value)
 
 
 class Unexported(Stack):

@@ -347,7 +347,7 @@ def test_reentrant_checkpointing_is_refused(reentrant: bool) -> None:
     if not reentrant:
         capture(Model(again), X)
         return
-    with pytest.raises(CaptureError, match="say use_reentrant=False"):
+    with pytest.raises(CaptureError, match="pass use_reentrant=False"):
         capture(Model(again), X)
 
 

@@ -99,5 +99,5 @@ def test_tokens_come_piece_by_piece_and_must_be_below(tmp_path: Path) -> None:
     assert json.loads(Path(f"{file}.json").read_text())["dtype"] == "uint8"
     with pytest.raises(pc.InputError, match=r"token 199 of .* is not below 100"):
         pc.write_tokens(file, iter([torch.arange(200)]), below=100)
-    with pytest.raises(pc.InputError, match="is no file of tokens"):
+    with pytest.raises(pc.InputError, match="is not a file of tokens"):
         pc.TokenRows(file, program(300))

@@ -98,7 +98,7 @@ def interrupted(path: Path, tensors: object) -> None:
 
 
 FAILURES: dict[Callable[[Path, object], None], tuple[type[BaseException], str]] = {
-    cut_short: (pc.InputError, r"cannot export to .*out \(No space left on device\): what was"),
+    cut_short: (pc.InputError, r"cannot export to .*out \(No space left on device\): nothing"),
     without_a_folder: (pc.InputError, r"cannot export to .*out \(.*No such file"),
     interrupted: (KeyboardInterrupt, "^$"),
 }
@@ -140,7 +140,7 @@ def test_an_export_that_cannot_take_its_place_puts_the_older_one_back(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(pc.InputError, match=r"cannot export .*busy\): what was there is as it was"):
+    with pytest.raises(pc.InputError, match=r"cannot export .*busy\): nothing that was there has"):
         other.export(out)
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -153,7 +153,7 @@ def test_a_file_that_no_export_has_written_is_not_written_over(
     (out / "parcompiler").mkdir()
     (out / "parcompiler" / "mine.py").write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(pc.InputError, match=r"out/parcompiler is in the way, and no export has wr"):
+    with pytest.raises(pc.InputError, match=r"out/parcompiler has the name of a file of the exp"):
         program.export(out, standalone=True)
     assert contents(tmp_path) == before
 

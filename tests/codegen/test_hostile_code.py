@@ -254,7 +254,7 @@ def test_a_keyword_that_is_no_name_is_refused(key: str) -> None:
         def forward(self, **given: Tensor) -> Tensor:
             return torch.stack(list(given.values())).sum()
 
-    with pytest.raises(pc.InputError, match="is no name of an argument"):
+    with pytest.raises(pc.InputError, match="cannot be the name of an argument"):
         whole_program(Open(), {key: example()["x"]})
 
 

@@ -327,7 +327,8 @@ def test_a_checkpoint_that_cannot_be_planned_for_says_why(played: Played) -> Non
     said = {name: played.seen(name) for name in ("unnamed", "uneven", "other")}
     assert all(one["code"] == 2 for one in said.values())
     assert (
-        "a checkpoint does not run: give it, as in parcompiler compile" in said["unnamed"]["errors"]
+        "no code of a checkpoint is run: give MODEL, as in parcompiler compile"
+        in said["unnamed"]["errors"]
     )
     assert "a step takes 12 samples, which 5 data ranks cannot share" in said["uneven"]["errors"]
     assert "is of another model: 'embedding.weight' has the shape" in said["other"]["errors"]

@@ -104,7 +104,7 @@ def counted(gradient: torch.Tensor) -> torch.Tensor:
         (lambda g: g.t(), "t.default|permute"),
         (lambda g: g.double(), "_to_copy"),
         (lambda g: g if g.sum() > 0 else -g, "data-dependent"),
-        (counted, "another when it runs again"),
+        (counted, "something else when it runs again"),
     ],
 )
 def test_hooks_that_are_no_arithmetic_of_elements_are_refused(hook: Any, reason: str) -> None:

@@ -15,7 +15,9 @@ Said = dict[str, list[list[str]]]
 FILES = "LaunchError: the ranks run different scripts or weights (rank 1 has others than rank 0"
 DAMAGED = "weights/stage_0.safetensors is not as it was exported: copy or export the folder again"
 BATCHES = "InputError: ranks 0 and 2 were given different batches"
-REFUSED = "InputError: rank 1 refused its batch and says why: no rank has taken this one"
+REFUSED = (
+    "InputError: rank 1 refused its batch (its own error says why), so no rank has used this one"
+)
 LACKS = "InputError: the batch lacks 'labels'"
 CALLS = "InputError: all ranks must make the same call (rank 0: evaluation of 1 micro-batches,"
 WEIGHTS = (

@@ -27,7 +27,8 @@ WAYS = {
     "negative word on all ranks": (f"{WORD} (-100 given)", EVERYWHERE),
     "label too large in an evaluation on rank 0": (
         f"{LABEL} ({LAST + 1} given)",
-        "InputError: rank 0 refused its batch and says why: no rank has taken this one",
+        "InputError: rank 0 refused its batch (its own error says why), so no rank has used this "
+        "one",
     ),
     "exception in an exchange on rank 1": (
         "rank 1 failed at 'EXCHANGE statistics mb 0': ValueError: boom",

@@ -150,7 +150,7 @@ def test_muon_gets_whole_matrices_and_the_report_names_them(tmp_path: Path) -> N
         assert [part.nbytes for part in found[zero]] == [4 * 8 * 28, 4 * 8 * 24]
         assert found[zero][0].names[0] == "wide.weight"
         assert sorted(n for part in found[zero] for n in part.names) == sorted(alone.state)
-    with pytest.raises(pc.InputError, match="optimizer='muon' takes whole matrices, and with ten"):
+    with pytest.raises(pc.InputError, match="optimizer='muon' needs whole matrices, and with ten"):
         pc.compile(captured, pc.Mesh(tensor=2), microbatches=1, optimizer="muon")
 
 

@@ -265,10 +265,10 @@ def test_a_model_that_fits_no_mesh_says_the_least_memory_and_what_would_help() -
     with pytest.raises(pc.InfeasibleError) as caught:
         pc.compile(model, cluster, microbatches=2, schedule="1f1b", recompute="none")
     said = str(caught.value)
-    assert "fits no mesh of the cluster (2 x h100 of 31,457,280 bytes; the least found" in said
+    assert "fits no mesh of the cluster (2 x h100 of 31,457,280 bytes; the least that" in said
     for cure in ("nodes", 'recompute="auto"', "take a larger device (a100-40g"):
         assert cure in said
-    enough = int(said.split("to do is ")[1].split(" bytes")[0].replace(",", ""))
+    enough = int(said.split("that was found is ")[1].split(" bytes")[0].replace(",", ""))
     roomy = pc.Cluster(1, 2, fits(enough))
     pc.compile(model, roomy, microbatches=2, schedule="1f1b", recompute="none")
 
@@ -279,11 +279,13 @@ def test_a_batch_that_few_ranks_can_share_says_so() -> None:
     assert found.plan.mesh.data == 1
     assert found.plan.meshes is not None
     reasons = [item.reason for item in found.plan.meshes if item.data == 4]
-    assert reasons == ["4 data ranks need a multiple of so many micro-batches (3)"]
+    assert reasons == ["4 data ranks need a number of micro-batches that 4 divides (3 given)"]
     more = pc.compile(model, pc.Cluster(16, 1, "h100"), microbatches=3, schedule="1f1b")
     shared = more.plan.mesh
     assert shared.context * shared.tensor > 1 == shared.data  # ranks share a batch
-    with pytest.raises(pc.InputError, match="no mesh of the cluster can be: 512 data ranks need"):
+    with pytest.raises(
+        pc.InputError, match="no mesh of the cluster is possible: 512 data ranks need"
+    ):
         pc.compile(model, pc.Cluster(512, 1, "h100"), microbatches=3, schedule="1f1b")
 
 
@@ -355,7 +357,7 @@ def test_options_that_no_mesh_can_have_are_refused_by_name() -> None:
 
 def test_a_plan_and_a_cluster_exclude_each_other() -> None:
     model = captured(SMALL)
-    with pytest.raises(pc.InputError, match="a plan has its mesh"):
+    with pytest.raises(pc.InputError, match="a plan is for one mesh"):
         pc.compile(model, pc.Cluster(1, 2, "h100"), plan=model.plan)
 
 

@@ -66,7 +66,7 @@ def test_rows_may_be_listed() -> None:
     )  # fmt: skip
     told = {item.rows: item.reason for item in found.plan.meshes or ()}
     assert set(told) == {2, 3, 5}
-    assert told[5] == "12 rows are no micro-batches of 5"
+    assert told[5] == "12 rows cannot be divided into micro-batches of 5"
     assert found.captured.inputs[0].shape[0] == 3
 
 
@@ -196,7 +196,7 @@ def test_inputs_without_rows_in_common_are_refused() -> None:
         Shifted(4, 4), pc.Mesh(device="cpu"), (torch.zeros(2, 3, 4), torch.zeros(3, 4))
     )
     cluster = pc.Cluster(1, 1, "cpu")
-    with pytest.raises(pc.InputError, match="needs inputs of as many rows each"):
+    with pytest.raises(pc.InputError, match="needs inputs with equally many rows"):
         pc.compile(model, cluster, microbatch="auto")
     told = pc.compile(model, cluster).plan.meshes or ()
     assert [item.rows for item in told] == [None]

@@ -93,7 +93,7 @@ def test_counts_of_no_granularity_are_refused_with_the_blocks() -> None:
 
 
 def test_a_count_is_needed_for_each_stage() -> None:
-    with pytest.raises(pc.InputError, match="stages gives 3 counts for 2 pipeline stages"):
+    with pytest.raises(pc.InputError, match="stages has 3 counts for 2 pipeline stages"):
         division(chain([1.0, 1, 1, 1, 1]), (1, 2, 2), 2)
 
 

@@ -342,7 +342,7 @@ def test_no_plan_is_below_the_bound_whatever_memory_makes_it_do(
 def test_a_device_without_a_link_to_its_host_cannot_offload() -> None:
     lone = dataclasses.replace(device("h100"), name="lone", host=None)
     for mesh in (pc.Mesh(pipeline=2, device=lone), pc.Cluster(devices_per_node=2, device=lone)):
-        with pytest.raises(pc.InputError, match="'lone' has no figure of one: give its file"):
+        with pytest.raises(pc.InputError, match="the file of 'lone' does not say how fast"):
             pc.compile(zoo.captured("gpt"), mesh, recompute="offload", progress=False)
 
 

@@ -205,7 +205,7 @@ def test_a_plan_with_another_level_than_was_asked_for_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"zero": 1, "mesh": {"data": 1}}, "zero=1 shares what data ranks hold, and there is one"),
+        ({"zero": 1, "mesh": {"data": 1}}, "zero=1 shares states out among data ranks, and"),
         ({"zero": 4}, r"zero must be one of 'auto', 0, 1, 2, 3 \(4 given\)"),
         ({"zero": True}, "zero must be one of"),
         (

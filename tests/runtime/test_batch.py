@@ -356,6 +356,6 @@ def test_calls_that_differ_are_told_apart_from_batches() -> None:
         WorkerCall(0, 100, 3, 1): "rank 1: evaluation of 3 micro-batches, check_batches = 100",
         WorkerCall(1, 10, 3, 1): "rank 1: training of 3 micro-batches, check_batches = 10",
         WorkerCall(1, 100, 2, 1): "rank 1: training of 2 micro-batches, check_batches = 100",
-        WorkerCall(1, 100, 0, 0): "rank 1 refused its batch and says why",
+        WorkerCall(1, 100, 0, 0): "rank 1 refused its batch (its own error says why)",
     }.items():
         assert text in difference_of_calls(of_all, [WorkerCall(1, 100, 3, 1), other])

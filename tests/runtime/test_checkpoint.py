@@ -198,7 +198,7 @@ def test_states_of_an_optimizer_come_back_or_are_refused(
         with pytest.raises(pc.InputError, match=message):
             three.save(tmp_path / "lists")
         path = three.save(tmp_path / "lists", optimizer=False)
-        with pytest.warns(UserWarning, match="no states of an optimizer"):
+        with pytest.warns(UserWarning, match="no optimizer states"):
             assert three.load(path) == 1
 
 

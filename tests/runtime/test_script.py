@@ -40,7 +40,7 @@ def test_a_file_is_read_round_and_round(
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
-        ({"labels": torch.tensor(3)}, r"'labels' in .* must have rows of shape \(\) \(a scalar"),
+        ({"labels": torch.tensor(3)}, r"'labels' in .* must have rows of shape \(\) \(it is a"),
         (
             {"labels": torch.zeros(12)},
             r"batch\['labels'\] must have dtype torch.int64 \(torch.floa",
@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_pat
         ("--metrics m.jsonl", "--metrics needs --log-every N"),
         ("--tensorboard events", "--tensorboard needs --log-every N"),
         ("--data no.safetensors", r"cannot read no.safetensors \(there is no such file\)"),
-        ("--data no.bin", "no.bin is no file of tokens"),
+        ("--data no.bin", "no.bin is not a file of tokens"),
         ("--every 2", "--every needs --save DIR"),
         ("--resume auto", "--resume auto needs --save DIR"),
     ],

@@ -39,12 +39,12 @@ def test_what_is_no_file_of_tokens_for_the_model_is_refused(tmp_path: Path) -> N
     file = tmp_path / "tokens.bin"
     pc.write_tokens(file, torch.arange(300))
     with pytest.raises(
-        pc.InputError, match="tokens up to 299, and the model knows those below 100"
+        pc.InputError, match="tokens up to 299, and the model takes those below 100"
     ):
         pc.TokenRows(file, program())
     image = Input("image", (2, 3), torch.float32)
-    with pytest.raises(pc.InputError, match=r"fills inputs of tokens and labels.*image \(2, 3\)"):
+    with pytest.raises(pc.InputError, match=r"inputs are tokens and labels.*image \(2, 3\)"):
         pc.TokenRows(file, program(image=image))
     file.write_bytes(b"abc")
-    with pytest.raises(pc.InputError, match=r"is no file of tokens with its tokens\.bin\.json"):
+    with pytest.raises(pc.InputError, match=r"is not a file of tokens, or tokens\.bin\.json does"):
         pc.TokenRows(file, program())

@@ -197,10 +197,12 @@ class Checkpoints:
         self.bytes_read = checkpoint.bytes_read
         others = ", ".join(checkpoint.facts["extra"].keys() - extra.keys())
         if others and optimizer and program.rank == 0:
-            text = f"the checkpoint has states that nobody asked for: extra {others}"
+            text = f"the checkpoint has extra states that load was not given objects for: {others}"
             warnings.warn(text, stacklevel=3)
         if optimizer and members and checkpoint.facts.get("optimizer") is None and not program.rank:
-            text = "the checkpoint has no states of an optimizer: this one's stay as they are"
+            text = (
+                "the checkpoint has no optimizer states: those of this optimizer stay as they are"
+            )
             warnings.warn(text, stacklevel=3)
         for name, item in extra.items():
             item.load_state_dict(states[name])

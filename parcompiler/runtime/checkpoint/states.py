@@ -380,8 +380,9 @@ class RankState:
             rounds.position = saved[0] if same else 0
         if saved[0] and (rounds is None or not same) and not program.rank:
             text = (
-                f"the checkpoint is of step {saved[0]} of {saved[1]} between averages, for other "
-                "ranks or rounds: what data ranks beside the first have learned since is left out"
+                f"the checkpoint was saved {saved[0]} steps after an average of weights (one every "
+                f"{saved[1]}), with other ranks or another number of steps between averages: what "
+                "data ranks other than the first have learned since then is left out"
             )
             warnings.warn(text, stacklevel=2)
         scale = self.updates.scale
@@ -454,8 +455,8 @@ class RankState:
             if divided + where != place:
                 if not divided or not place:
                     restored.faults.append(
-                        f"the state {head!r} of {name!r} belongs to another division of it: load "
-                        "it where that is divided as it was"
+                        f"the state {head!r} of {name!r} was saved with that tensor divided in "
+                        "another way: load it where it is divided as it was"
                     )
                 return
             target = torch.empty(entry.shape, dtype=dtype, device=parameter.device)
