@@ -20,14 +20,14 @@ from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import DEFAULT, zero
 from parcompiler.passes.base import GAIN, MARGIN, Bounding, Pass
-from parcompiler.passes.estimate import host_bytes
+from parcompiler.passes.estimate import estimate, host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.least import is_known, least_step
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
 from parcompiler.passes.vocabulary import VocabularyPass, choices_for
-from parcompiler.plan import MeshChoice, Plan, Shape
+from parcompiler.plan import MeshChoice, Method, Plan, Shape
 from parcompiler.problem import Problem
 
 Observer = Callable[[str], AbstractContextManager[None]]
@@ -108,15 +108,24 @@ def plainest(
                 best = plainer_plan
     if best is plan:
         return plan
+    step = step_of(problem, best)
     weighed = tuple(
-        dataclasses.replace(item, seconds=step_of(problem, best), reason=None)
+        dataclasses.replace(item, seconds=step, reason=None)
         if (item.schedule, item.virtual_stages) == (best.schedule, best.virtual_stages)
         else item
         for item in plan.weighed or ()
     )
     vocabulary = best.vocabulary
     if vocabulary is not None and plan.vocabulary is not None:
-        vocabulary = dataclasses.replace(vocabulary, weighed=plan.vocabulary.weighed)
+        own = local(problem, best)
+        peak = max(estimate(own, best).peak_memory)
+        methods = tuple(
+            Method(item.method, best.schedule, step, peak)
+            if item.method == vocabulary.method
+            else item
+            for item in plan.vocabulary.weighed or ()
+        )
+        vocabulary = dataclasses.replace(vocabulary, weighed=methods or None)
     return dataclasses.replace(
         best, weighed=weighed or None, vocabulary=vocabulary, runner_up=choice_of(plan, seconds)
     )
