@@ -201,13 +201,13 @@ def train_command(
 def _begun(save: Path, resume: str, checkpoint: Path | None) -> Checkpoint | None:
     """The checkpoint to go on from; None: begin with the model's weights. Raises InputError where
     the one that was asked for is not there, or the newest is damaged."""
-    from parcompiler.runtime.checkpoint.folder import complete
+    from parcompiler.runtime.checkpoint.folder import begun
 
     if resume == "no":
         return None
     if resume != "auto":
         return opened(Path(resume))
-    if complete(save):
+    if begun(save):
         return opened(save)
     return None if checkpoint is None else opened(checkpoint)
 

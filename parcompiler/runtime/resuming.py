@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from parcompiler.errors import InputError
-from parcompiler.runtime.checkpoint.folder import complete, find
+from parcompiler.runtime.checkpoint.folder import begun, find
 from parcompiler.runtime.checkpoint.saving import check_keep
 from parcompiler.runtime.worker import Worker
 
@@ -119,7 +119,7 @@ class Run:
         source = self._options.resume
         if source == "auto":
             folder = self._options.save
-            there = self._worker.rank == 0 and bool(complete(folder))
+            there = self._worker.rank == 0 and begun(folder)
             source = folder if self._worker.any_rank(there) else None
         if source is not None:
             step = self._worker.load(source)

@@ -320,6 +320,17 @@ def test_a_folder_that_another_run_writes_into_is_named(
         assert "nothing is compiled here" in said(capsys, *line)[1]
 
 
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "step_2").mkdir(parents=True)
+    data = tmp_path / "text.txt"
+    data.write_text("a text " * 100)
+    command = ["train", MODEL, *MESH, "--data", str(data), "--save", str(tmp_path / "run")]
+    assert run(command) == 2
+    assert "step_2 is damaged" in capsys.readouterr().err
+
+
 def test_a_full_disk_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

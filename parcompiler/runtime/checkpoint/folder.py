@@ -226,6 +226,11 @@ def complete(folder: Path) -> list[Path]:
     return [item for _, _, item in sorted(found)]
 
 
+def begun(folder: Path) -> bool:
+    """Whether a folder has checkpoints, complete or damaged: what `find` finds, or refuses."""
+    return bool(_named(folder))
+
+
 def find(folder: Path) -> Path:
     """`folder` if it is a checkpoint, else the newest in it. Raises InputError where there is none,
     and where one of a later step is damaged (it was complete once)."""
