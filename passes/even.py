@@ -30,10 +30,10 @@ from parcompiler.plan import Plan
 from parcompiler.priced import Priced
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import identity, outline, planned, trunk
+from parcompiler.solver import ROUNDING
 from parcompiler.timeline import Message, StageCost, VocabularyCost, step_time, timing
 from parcompiler.timeline.candidate import timing_of_many
 
-TINY = 1e-9  # relative rounding error of a sum in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
 MANY = 4  # micro-batches per rank from which on uneven stages hardly gain, see `is_shared`
 UNEVEN = 0.99  # least step of uneven stages then, as a share of the even one (0.992 in 180 cases)
@@ -116,7 +116,7 @@ def busy_bound(problem: Problem, plan: Plan) -> float:
 def is_forced(problem: Problem, plan: Plan) -> bool:
     """Whether even stages under the plan's schedule must recompute, or do not fit at all."""
     packed = _packed(problem, plan, problem.levels[0])
-    return packed.slowest > (1 + TINY) * packed.even
+    return packed.slowest > (1 + ROUNDING) * packed.even
 
 
 def roomy_bound(problem: Problem, plan: Plan) -> float:

@@ -37,8 +37,8 @@ from parcompiler.passes.vocabulary import choices_for
 from parcompiler.passes.zero import least_exchange
 from parcompiler.plan import Plan, VocabularyChoice
 from parcompiler.problem import LEVELS, Problem
+from parcompiler.solver import ROUNDING
 
-ROUNDING = 1 - 1e-9  # allows for sums in another order
 Finer = Callable[[], "Iterator[Bound]"]
 Bound = tuple[float, Finer | None]  # seconds, and a function that refines it (None: a leaf)
 
@@ -70,8 +70,9 @@ class LeastStep:
                     self._add(0.0, [(0.0, None)])
             while self._open:
                 seconds, _, finer = self._open[0]
-                if finer is None or seconds * ROUNDING >= enough:
-                    return seconds * ROUNDING
+                sure = (1 - ROUNDING) * seconds
+                if finer is None or sure >= enough:
+                    return sure
                 heapq.heappop(self._open)
                 self._add(seconds, finer())
         except (PlanError, InputError):

@@ -28,7 +28,7 @@ from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_pa
 from parcompiler.passes.divide.pairs import paired_runs
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate, least_update
-from parcompiler.passes.even import TINY, as_asked
+from parcompiler.passes.even import as_asked
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
@@ -36,7 +36,7 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, Solution, StageChoice
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import held, outline
-from parcompiler.solver import UndecidedError, relative_gap
+from parcompiler.solver import ROUNDING, UndecidedError, relative_gap
 
 EFFORT = 100_000  # of `improve`: stages x (micro-batches + blocks), summed over simulated steps
 MAYBE = '. stages="auto" may find one that fits'
@@ -279,7 +279,7 @@ class _Shortest:
 
     def _enough(self, level: int) -> float:
         """The seconds that a division at a granularity must be below."""
-        saved = self.gain if self.plan is not None and level > self.level else TINY
+        saved = self.gain if self.plan is not None and level > self.level else ROUNDING
         return (1 - saved) * self.seconds
 
     def improve(self) -> None:

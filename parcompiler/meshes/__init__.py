@@ -51,12 +51,13 @@ from parcompiler.meshes.weigh import Check, CheckLowered, figures, on_mesh, unpl
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.decide import Observer, fastest, plainest, start, step_of
-from parcompiler.passes.least import ROUNDING, LeastStep, is_known
+from parcompiler.passes.least import LeastStep, is_known
 from parcompiler.passes.schedule import TOO_LARGE
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.context import positions
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
+from parcompiler.solver import ROUNDING
 from parcompiler.spmd.experts import divisible
 
 # Reasons for a lower bound, as the report gives them after its seconds.
@@ -242,7 +243,7 @@ class MeshSearch:
             return math.inf
         best = self._best
         if _plainness(candidate) < _plainness(best.candidate):
-            return (1 + MARGIN) * min(one.seconds for one in self.planned) / ROUNDING
+            return (1 + MARGIN) * min(one.seconds for one in self.planned) / (1 - ROUNDING)
         return best.seconds / (1 + MARGIN)
 
     @property

@@ -32,10 +32,10 @@ from parcompiler.capture.effects import name_of
 from parcompiler.cost import BlockCost, Operation, collective, seconds
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
-from parcompiler.passes.least import ROUNDING
 from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
+from parcompiler.solver import ROUNDING
 from parcompiler.vocabulary import find
 
 VOCABULARY = ("embedding", "cross_entropy_loss")
@@ -115,7 +115,7 @@ class Bounds:
         if self.problem.bench is not None:
             return 0.0
         bound = max(self._busy(candidate, is_even=is_even), self._exchanging(candidate))
-        return bound * ROUNDING
+        return bound * (1 - ROUNDING)
 
     def _exchanging(self, candidate: Candidate) -> float:
         """Seconds in which a mean rank gathers parameters for both passes and scatters gradients,

@@ -3,6 +3,7 @@
 from parcompiler.solver.agenda import Agenda, agree
 from parcompiler.solver.linear import (
     EFFORT,
+    ROUNDING,
     SolverModel,
     Status,
     Term,
@@ -13,6 +14,6 @@ from parcompiler.solver.linear import (
 )
 
 __all__ = [
-    "EFFORT", "Agenda", "SolverModel", "Status", "Term", "UndecidedError", "Variable", "agree",
-    "relative_gap", "solve",
+    "EFFORT", "ROUNDING", "Agenda", "SolverModel", "Status", "Term", "UndecidedError", "Variable",
+    "agree", "relative_gap", "solve",
 ]  # fmt: skip

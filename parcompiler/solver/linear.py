@@ -48,7 +48,7 @@ Status = Literal["optimal", "feasible"]
 
 EFFORT = 5.0  # default limit, in CP-SAT's deterministic units: 0.3 to 2 s of one core each
 TOLERANCE = 1e-6  # of the floating-point solvers
-PROVEN = 1e-9  # a relative gap that may be their rounding alone
+ROUNDING = 1e-9  # relative error of a sum of floats that is added up in another order
 PRECISION = 52  # bits; rows with fractions are scaled to about this size, then rounded
 ONE, NONE = Fraction(1), Fraction(0)  # scale and error of a sum with integer coefficients
 
@@ -199,7 +199,7 @@ def _relax_first(model: SolverModel, effort: float) -> SolverResult:
     rounded = tuple(round(value) for value in relaxed.values)
     objective = value_of(model, rounded)
     bound = min(objective, relaxed.objective)
-    if satisfies(model, rounded) and relative_gap(objective, bound) <= PROVEN:
+    if satisfies(model, rounded) and relative_gap(objective, bound) <= ROUNDING:
         return SolverResult("optimal", objective, bound, rounded)
     near = {
         variable: whole

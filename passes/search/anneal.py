@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from parcompiler.passes.search.task import INFINITY, SearchTask, Word, last_end
+from parcompiler.solver import ROUNDING
 
 HOT, COLD = 0.05, 0.0005  # first and last temperature, relative to the step time
 ENOUGH = 20  # steps per action for the highest temperature; fewer steps begin colder
-ROUNDING = 1e-9
 FAR = 6  # most neighbours that an action passes in one move
 
 
