@@ -22,27 +22,21 @@ if TYPE_CHECKING:  # importing the compiler takes 0.3 s: only in a call of `comp
     from parcompiler.schedules import Schedule
 
 
-GARBAGE_THRESHOLD = 50_000  # new objects between two collections
-
-
 @contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """Collect garbage rarely, unless the caller has switched collection off or made it rarer still.
-
-    The compiler makes millions of objects that live to its end. By default the interpreter scans
-    the young ones after every 700, and frees next to nothing: a fifth of the time of a plan for
-    GPT-3. The threshold is not infinite, so that cycles of torch.export are freed.
-    """
-    before = gc.get_threshold()
-    if 0 < before[0] < GARBAGE_THRESHOLD:
-        gc.set_threshold(GARBAGE_THRESHOLD, *before[1:])
+def _without_collector() -> Iterator[None]:
+    """Pause Python's garbage collector: the compiler makes millions of objects that live to its
+    end, graphs of models and lists of instructions, and it would visit them again and again (a
+    fifth of the time of a plan for GPT-3)."""
+    was_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if was_on:
+            gc.enable()
 
 
-@_rare_garbage_collection()
+@_without_collector()
 def compile(
     model: nn.Module | Graph | Program,
     mesh: Mesh | Cluster,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ def flow(
     wanted = wanted_rows(microbatch, mesh, options.costs, again=source is not None)
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)
-    with ONE_THREAD, _without_collector(), Progress(progress) as steps:
+    with ONE_THREAD, Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow, outputs)
             captured = _weighted(captured, options.loss_weights)
@@ -114,19 +113,6 @@ def flow(
             )
             verify(lowered, limits)
     return Program(captured, problem, plan, lowered, source, criterion)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector: graphs of models and lists of instructions live until the
-    end, and it would visit them all repeatedly (a tenth of the time of a long search)."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _in_parts(
