@@ -69,6 +69,8 @@ STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # these name a stage and a micro-ba
 EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
 TRANSFERS = frozenset({Kind.BROADCAST, Kind.REDUCE})
+GROUP = TRANSFERS | {Kind.EXCHANGE}
+WORK = COMPUTE | EMBEDDING | HEAD  # these occupy a rank
 _OUTWARD = frozenset({Kind.SEND, Kind.REDUCE})
 BEHIND = frozenset(  # after the optimizer's step, or instead of it
     {Kind.GATHER_PARAMETERS, Kind.AVERAGE_PARAMETERS, Kind.PUSH_PULL}

@@ -26,16 +26,16 @@ from parcompiler.instruction import (
     BEHIND,
     COMPUTE,
     EMBEDDING,
+    GROUP,
     HEAD,
     MESSAGES,
     STAGED,
-    TRANSFERS,
     Instruction,
     Kind,
     parse,
 )
 
-VALUED = MESSAGES | TRANSFERS | EMBEDDING | {Kind.EXCHANGE}  # these have a value and a micro-batch
+VALUED = MESSAGES | GROUP | EMBEDDING  # these have a value and a micro-batch
 PERIODS = 24  # candidates for the length of a loop's body, the most frequent distances
 SAVED = 2  # lines that a loop must save
 

@@ -27,7 +27,7 @@ from parcompiler.cost.operation import EXCHANGE
 from parcompiler.cost.roofline import operation_seconds
 from parcompiler.device import Device
 from parcompiler.errors import ParcompilerError
-from parcompiler.instruction import BUCKETED, COMPUTE, MESSAGES, SHARDING, TRANSFERS, Kind
+from parcompiler.instruction import BUCKETED, COMPUTE, GROUP, MESSAGES, SHARDING, Kind
 from parcompiler.lower import Lowered, lower
 from parcompiler.mesh import AXES, Mesh
 from parcompiler.naming.source import frames
@@ -44,7 +44,7 @@ from parcompiler.problem import LEVELS, Problem
 from parcompiler.report.data import NamedTime, OptionGain, SourceLine
 from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES, stages_per_rank
 from parcompiler.timeline import Timeline
-from parcompiler.timeline.timeline import WORK
+from parcompiler.timeline.timeline import BUSY
 
 VOCABULARY, DATA, MESSAGE = "vocabulary", "data ranks", "messages between stages"
 OPTIMIZER, WAITING = "optimizer", "waiting for other stages"
@@ -64,7 +64,7 @@ TRIED = 2  # neighbours; planning one takes a fraction of compile
 # Reasons for a gap in a rank's compute: the first whose events overlap it.
 WAITS = {
     DATA: BUCKETED | SHARDING,
-    VOCABULARY: TRANSFERS | {Kind.EXCHANGE},
+    VOCABULARY: GROUP,
     MESSAGE: MESSAGES,
 }
 
@@ -89,7 +89,7 @@ def parts(
     spans = []
     for event in timeline.events:
         line = event.instruction
-        if event.rank != rank or line.kind not in WORK:
+        if event.rank != rank or line.kind not in BUSY:
             continue
         spans.append((event.begin, event.end))
         if line.kind in COMPUTE:

@@ -14,7 +14,7 @@ from parcompiler.report.data import ReportData
 from parcompiler.report.events import StepEvent
 from parcompiler.report.table import Cell, Drawing
 from parcompiler.report.units import SECONDS, quantity
-from parcompiler.schedules.action import LETTERS
+from parcompiler.timeline.timeline import DRAWN
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -26,7 +26,6 @@ WORDS = {
     Kind.T: "gradients of the rank's words",
     Kind.UPDATE: "update",
 }
-SHOWN = {**LETTERS, Kind.UPDATE: "U"}
 FORWARDS = frozenset({Kind.FORWARD, Kind.S, Kind.NORMALIZE})
 RANKS = 16  # more would be unreadable
 WIDEST = 160
@@ -42,7 +41,7 @@ def gantt(report: ReportData, width: int) -> Drawing:
     ranks = len(report.ranks)
     label = len(f"rank {ranks - 1}  ")
     columns = min(width - label, WIDEST)
-    events = [event for event in report.trail.events if event.kind in SHOWN]
+    events = [event for event in report.trail.events if event.kind in DRAWN]
     times = [event.end - event.begin for event in events if event.end > event.begin]
     seconds = max(report.step.seconds, *(event.end for event in report.trail.events), 0.0)
     title = f"Schedule: {quantity(seconds, SECONDS)} of {_legend(events)}, . idle"
@@ -59,7 +58,7 @@ def gantt(report: ReportData, width: int) -> Drawing:
 def _legend(events: Iterable[StepEvent]) -> str:
     """The meaning of the letters that appear."""
     kinds = {event.kind for event in events}
-    return ", ".join(f"{SHOWN[kind]} {word}" for kind, word in WORDS.items() if kind in kinds)
+    return ", ".join(f"{DRAWN[kind]} {word}" for kind, word in WORDS.items() if kind in kinds)
 
 
 def _row(events: Sequence[StepEvent], columns: int, scale: float, several: bool) -> Iterator[Cell]:
@@ -72,7 +71,7 @@ def _row(events: Sequence[StepEvent], columns: int, scale: float, several: bool)
         begin, end = int(event.begin * scale + 0.5), int(event.end * scale + 0.5)
         line = event.instruction
         style = "forward" if line.kind in FORWARDS else "backward"
-        letter = SHOWN[line.kind]
+        letter = DRAWN[line.kind]
         label = letter if line.microbatch is None else f"{letter}{line.microbatch}"
         labels = [f"{line.stage}{label}"] * (several and line.stage is not None) + [label, letter]
         label = next((text for text in labels if len(text) <= end - begin), letter)

@@ -16,15 +16,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from parcompiler.instruction import (
-    COMPUTE,
-    EMBEDDING,
-    HEAD,
-    MESSAGES,
-    TRANSFERS,
-    Instruction,
-    Kind,
-)
+from parcompiler.instruction import COMPUTE, EMBEDDING, GROUP, HEAD, MESSAGES, Instruction, Kind
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import StepEvent
 from parcompiler.report.names import clean
@@ -33,7 +25,6 @@ from parcompiler.schedules.action import LETTERS
 Record = dict[str, Any]
 
 COMPUTE_TRACK = "compute"
-GROUP = TRANSFERS | {Kind.EXCHANGE}  # between all ranks, for the vocabulary
 
 
 def trace_text(report: ReportData) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from parcompiler.errors import PlanError
-from parcompiler.instruction import BACKWARDS, BEHIND, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.instruction import BACKWARDS, BEHIND, COMPUTE, GROUP, HEAD, WORK, Instruction, Kind
 from parcompiler.timeline.memory import (
     Buffer,
     MemoryUse,
@@ -27,10 +27,8 @@ from parcompiler.timeline.memory import (
 )
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
 
-WORK = COMPUTE | HEAD | EMBEDDING  # instructions that occupy a rank
 GATHER = Kind.GATHER_PARAMETERS
 ENDS = (BEHIND | {Kind.SHARE_LOSS}) - {GATHER}  # collectives that are waited for
-GROUP = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.EXCHANGE})  # collectives of the vocabulary
 
 
 class Ends(Protocol):

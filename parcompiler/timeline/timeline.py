@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from parcompiler.instruction import BEHIND, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.instruction import BEHIND, WORK, Instruction, Kind
 from parcompiler.schedules.action import LETTERS
 
 WIDTH = 64  # columns of the drawn step
-WORK = COMPUTE | HEAD | EMBEDDING | {Kind.UPDATE}  # a rank is not idle in these
+BUSY = WORK | {Kind.UPDATE}  # a rank is not idle in these
 DRAWN = {**LETTERS, Kind.UPDATE: "U"}
 
 
@@ -52,7 +52,7 @@ class Timeline:
         for rank in range(len(self.bubble)):
             own = [event for event in self.events if event.rank == rank]
             behind = [e for e in own if e.instruction.kind in BEHIND | {Kind.UPDATE}]
-            before = [e for e in own if e.instruction.kind in WORK | {Kind.REDUCE_GRADIENTS}]
+            before = [e for e in own if e.instruction.kind in BUSY | {Kind.REDUCE_GRADIENTS}]
             first = min((event.begin for event in before), default=0.0)
             ends = [event.end for event in before if event.instruction.kind is not Kind.UPDATE]
             update = sum(event.end - event.begin for event in behind)
@@ -85,7 +85,7 @@ def idle(events: Iterable[TimelineEvent], step_time: float, ranks: int) -> tuple
     """The fraction of the step in which each rank does not compute."""
     busy = [0.0] * ranks
     for event in events:
-        if event.instruction.kind in WORK:
+        if event.instruction.kind in BUSY:
             busy[event.rank] += event.end - event.begin
     return tuple(1.0 - seconds / step_time if step_time else 0.0 for seconds in busy)
 

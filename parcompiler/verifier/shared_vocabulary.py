@@ -34,7 +34,7 @@ from typing import NamedTuple
 from torch import fx
 
 from parcompiler.graph import VocabularyLayers
-from parcompiler.instruction import TRANSFERS, Kind
+from parcompiler.instruction import GROUP, TRANSFERS, Kind
 from parcompiler.lower.lowered import Spread
 from parcompiler.options import METHODS
 from parcompiler.verifier.fault import Fault, numbers, repeated
@@ -263,9 +263,8 @@ def pairs(step: StepIndex) -> Iterator[Pair]:
 def sequences(step: StepIndex) -> list[list[tuple[Phase, int]]]:
     """The collectives of the vocabulary on each rank, in order, without those that some rank
     lacks."""
-    collective = {Kind.EXCHANGE, *TRANSFERS}
     by_rank = [
-        {(part, i): place for part, places in parts.items() if part.kind in collective
+        {(part, i): place for part, places in parts.items() if part.kind in GROUP
          for i, place in places.items()}
         for parts in step.parts
     ]  # fmt: skip

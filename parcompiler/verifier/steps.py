@@ -15,11 +15,11 @@ from parcompiler.instruction import (
     BEHIND,
     COMPUTE,
     EMBEDDING,
+    GROUP,
     HEAD,
     MESSAGES,
     SHARDING,
     STAGED,
-    TRANSFERS,
     Instruction,
     Kind,
 )
@@ -32,7 +32,7 @@ UPDATED = "parameters change only where they may"
 ONCE = "every instruction stands once"
 ORDERED = "nothing is used before it is there"
 
-VOCABULARY = EMBEDDING | HEAD | TRANSFERS | {Kind.EXCHANGE}
+VOCABULARY = EMBEDDING | HEAD | GROUP
 BACK = COMPUTE - {Kind.FORWARD}  # a backward, or a part of one
 
 Places = dict[int, int]  # micro-batch -> position in the rank's list

@@ -11,15 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from parcompiler.instruction import (
-    COMPUTE,
-    EMBEDDING,
-    HEAD,
-    MESSAGES,
-    TRANSFERS,
-    Instruction,
-    Kind,
-)
+from parcompiler.instruction import GROUP, MESSAGES, Instruction, Kind
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import StepEvent
 from parcompiler.report.gantt import WORDS
@@ -27,14 +19,14 @@ from parcompiler.report.units import SECONDS, quantity, unit
 from parcompiler.report.web.charts import Figure, axis_of_ranks, axis_to, escaped, shown
 from parcompiler.report.web.colors import GREEN, GREY, KINDS, PURPLE, ink, paler
 from parcompiler.schedules.action import LETTERS
+from parcompiler.timeline.timeline import BUSY
 
 MOST = 4000  # more bars would make the chart slow
 TOP, ROW, LANE = -0.39, 0.62, 0.14  # heights, where a rank has height 1
 PALEST = 0.45  # the white in the colour of a rank's last stage
-COMPUTED = COMPUTE | HEAD | EMBEDDING | {Kind.UPDATE}
 LANES = {  # instructions beside the compute
     "messages": (MESSAGES, GREY),
-    "vocabulary": (TRANSFERS | {Kind.EXCHANGE}, GREEN),
+    "vocabulary": (GROUP, GREEN),
     "gradients summed": (frozenset({Kind.REDUCE_GRADIENTS}), PURPLE),
     "parameters gathered": (frozenset({Kind.UNSHARD, Kind.GATHER_PARAMETERS}), PURPLE),
 }
@@ -96,7 +88,7 @@ def _bars(report: ReportData, events: Sequence[StepEvent], scale: float) -> Iter
         count[stage.rank] += 1
     groups: dict[tuple[Kind, int], list[StepEvent]] = defaultdict(list)
     for event in events:
-        if event.kind in COMPUTED:
+        if event.kind in BUSY:
             groups[event.kind, place.get(event.instruction.stage, 0)].append(event)
     order = [*NAMES]
     for kind, k in sorted(groups, key=lambda key: (order.index(key[0]), key[1])):
@@ -118,7 +110,7 @@ def _bars(report: ReportData, events: Sequence[StepEvent], scale: float) -> Iter
 def _beside(events: Sequence[StepEvent], scale: float) -> Iterator[Trace]:
     """The time in which measured compute waits for messages, and the instructions in the lane
     below."""
-    waiting = [event for event in events if event.waited and event.kind in COMPUTED]
+    waiting = [event for event in events if event.waited and event.kind in BUSY]
     if waiting:
         pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6}
         marker = {"color": GREY, "pattern": pattern, "line": {"width": 0.6}}
