@@ -17,11 +17,11 @@ from parcompiler.capture.effects import effects_of, is_random
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.cost import OPTIMIZERS, WHOLE
 from parcompiler.data_updates import ALL_REDUCE
-from parcompiler.errors import InputError, PlanError, shown
+from parcompiler.errors import InputError, PlanError, offered, shown
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered
 from parcompiler.mesh import Cluster, Mesh
-from parcompiler.options import METHODS, MOST_PASSES, Options, offered
+from parcompiler.options import METHODS, MOST_PASSES, Options
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import start
 from parcompiler.passes.recompute import check_patterns, chosen

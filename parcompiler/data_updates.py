@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parcompiler.errors import InputError, shown
+from parcompiler.errors import InputError, offered, shown
 
 WAYS = ("all-reduce", "parameter-server", "asynchronous", "local")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
@@ -45,8 +45,8 @@ class DataUpdates:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, and options of other ways."""
-        _offered("updates", self.way, WAYS)
-        _offered("compression", self.compression, (None, *COMPRESSIONS))
+        offered("updates", self.way, WAYS)
+        offered("compression", self.compression, (None, *COMPRESSIONS))
         local, powersgd = self.way == "local", self.compression == "powersgd"
         _count("every", self.every, 1, "updates='local'", there=local)
         _count("compression_rank", self.rank, 1, "compression='powersgd'", there=powersgd)
@@ -117,13 +117,6 @@ class DataUpdates:
     def averages(self) -> bool:
         """Whether a round ends with the plain average of the weights."""
         return self.outer == OUTER["average"]
-
-
-def _offered(name: str, value: object, values: tuple[str | None, ...]) -> None:
-    """Raise InputError unless `value` is one of `values`."""
-    if not (value is None or isinstance(value, str)) or value not in values:
-        message = f"{name} must be one of {', '.join(map(repr, values))} ({shown(value)} given)"
-        raise InputError(message)
 
 
 def _count(name: str, value: object, least: int, owner: str, *, there: bool) -> None:

@@ -4,6 +4,8 @@
 True
 """
 
+from collections.abc import Sequence
+
 
 class ParcompilerError(Exception):
     """Anything that parcompiler refuses. The message says what is wrong and what to do."""
@@ -47,3 +49,11 @@ def shown(value: object, most: int = 80) -> str:
     except Exception:  # whatever an object of the user raises
         return f"of type {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}…"
+
+
+def offered(name: str, value: object, values: Sequence[object]) -> None:
+    """Raise InputError unless `value` is one of `values`."""
+    if not any(type(value) is type(known) and value == known for known in values):
+        known = ", ".join(map(repr, values))
+        message = f"{name} must be one of {known} ({shown(value)} given)"
+        raise InputError(message)

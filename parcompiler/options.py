@@ -10,7 +10,7 @@ import torch
 from parcompiler.capture.narrow import NARROW
 from parcompiler.cost.memory import ROW_OPTIMIZERS
 from parcompiler.data_updates import DataUpdates
-from parcompiler.errors import InputError, shown
+from parcompiler.errors import InputError, offered, shown
 from parcompiler.mesh import positive, whole
 from parcompiler.schedules import SCHEDULES, Schedule
 from parcompiler.spmd.placement import parse
@@ -179,11 +179,3 @@ def _sharding(value: object) -> str | dict[str, str]:
         f"sharding must be 'auto' or a dict such as {{'*.mlp.*': 'S(0)'}} ({shown(value)} given)"
     )
     raise InputError(message)
-
-
-def offered(name: str, value: object, values: Sequence[object]) -> None:
-    """Raise InputError unless `value` is one of `values`."""
-    if not any(type(value) is type(known) and value == known for known in values):
-        known = ", ".join(map(repr, values))
-        message = f"{name} must be one of {known} ({shown(value)} given)"
-        raise InputError(message)

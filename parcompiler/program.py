@@ -17,11 +17,10 @@ from torch import nn
 
 from parcompiler.capture.blocks import cut
 from parcompiler.capture.modes import in_modes
-from parcompiler.errors import InputError, shown
+from parcompiler.errors import InputError, offered, shown
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
 from parcompiler.mesh import Cluster, Mesh, whole
-from parcompiler.options import offered
 from parcompiler.passes.shard.local import local_graph
 from parcompiler.plan import Plan
 from parcompiler.prices import simulated

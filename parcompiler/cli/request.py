@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from parcompiler.cli.output import Settings, result_only
 from parcompiler.cli.words import AUTO, HF, ZERO
-from parcompiler.errors import InputError, PlanError
+from parcompiler.errors import InputError, PlanError, offered
 
 if TYPE_CHECKING:
     from parcompiler.mesh import Cluster, Mesh
@@ -56,7 +56,7 @@ def compiled(
     from parcompiler.compiler import compile
     from parcompiler.cost import OPTIMIZERS
     from parcompiler.mesh import Cluster, Mesh
-    from parcompiler.options import Options, offered
+    from parcompiler.options import Options
     from parcompiler.progress import Progress
     from parcompiler.request import check_fits
 
