@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from statistics import fmean
 
 import torch
@@ -15,7 +14,7 @@ from parcompiler.cost import WHOLE, Operation, hidden_seconds, seconds
 from parcompiler.cost.operation import EXCHANGE
 from parcompiler.device import Device
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
-from parcompiler.instruction import COMPUTE, Instruction, Kind
+from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.lower import Lowered, StageProgram
 from parcompiler.passes.estimate import host_bytes
 from parcompiler.passes.zero import DataShare, share_of, tensors
@@ -197,6 +196,7 @@ def stages(
         tensors = [lowered.graph.by_name[name] for name in stage.tensors]
         parameters = [item for item in tensors if not item.buffer]
         sent, sent_back = _sent(lowered, stage)
+        own = (x for x in lowered.instructions[stage.rank] if x.stage == stage.index)
         summary = data.StageSummary(
             rank=stage.rank,
             blocks=tuple(call.block.name for call in stage.calls),
@@ -209,7 +209,7 @@ def stages(
             backward=float(cost.backward),
             state=cost.resident,
             activations=cost.saved,
-            in_flight=_in_flight(lowered.instructions[stage.rank], stage.index),
+            in_flight=stale.most_alive(own),
             sent=sent,
             sent_back=sent_back,
         )
@@ -424,13 +424,6 @@ def trail(timeline: Timeline) -> events.Trail:
 
 def _flops(operations: Iterable[Operation]) -> float:
     return sum((operation.flops for operation in operations), 0.0)
-
-
-def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
-    """The most micro-batches whose forward has begun and whose backward has not ended."""
-    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
-    steps = (change.get(line.kind, 0) for line in instructions if line.stage == stage)
-    return max(accumulate(steps), default=0)
 
 
 def _sent(lowered: Lowered, stage: StageProgram) -> tuple[int, int]:

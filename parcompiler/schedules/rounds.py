@@ -7,13 +7,14 @@ few    F F F B │ F B │ F B │ B B B
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import sub
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from parcompiler.instruction import Kind
 from parcompiler.schedules.action import Action
+
+Line = TypeVar("Line")
 
 ROUNDS = 6  # rounds in which a steady state is looked for
 MANY = 2  # how many times more micro-batches are worth the search
@@ -97,10 +98,24 @@ def lengthened(
         return None
     q, longer = len(orders), list[list[Action]]()
     for order, (_, stop, length) in zip(orders, loops, strict=True):
-        again = (_later(order[stop - length : stop], k * q) for k in range(1, rounds + 1))
-        rest = _later(order[stop:], rounds * q)
-        longer.append([*order[:stop], *chain.from_iterable(again), *rest])
+        parts = order[: stop - length], order[stop - length : stop], order[stop:]
+        longer.append(list(repeated(parts, rounds, q, _later)))
     return longer
+
+
+def repeated(
+    parts: Sequence[Sequence[Line]],
+    rounds: int,
+    period: int,
+    later: Callable[[Iterable[Line], int], Iterable[Line]],
+) -> Iterator[Line]:
+    """An order with further rounds: `parts` are what stands before its last round (of `period`
+    micro-batches), that round, and what follows; `later` adds to the micro-batches."""
+    before, last, behind = parts
+    yield from before
+    for k in range(rounds + 1):
+        yield from later(last, k * period)
+    yield from later(behind, rounds * period)
 
 
 def _later(actions: Iterable[Action], more: int) -> Iterator[Action]:

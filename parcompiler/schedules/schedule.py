@@ -24,10 +24,9 @@ rank 1  .   1F0 1F1 3F0 3B0---- 3F1 3B1---- 1B0---- 1B1----
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
 from operator import le
 from pathlib import Path
 
@@ -35,10 +34,9 @@ from parcompiler.instruction import Kind
 from parcompiler.schedules.action import Action, Orders, backward, forward
 from parcompiler.schedules.exchange import read_csv, read_orders, write_csv
 from parcompiler.schedules.picture import picture
+from parcompiler.schedules.staleness import ACTIVATIONS, most_alive
 
 __all__ = ["Action", "Schedule", "backward", "forward"]
-
-_ACTIVATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +71,11 @@ class Schedule:
         A backward in two parts is done when its part for the weights is.
         """
         order = self.orders[self.placement[stage]]
-        return _most_alive(action for action in order if action.stage == stage)
+        return most_alive(action for action in order if action.stage == stage)
 
     def peak(self, rank: int) -> Fraction:
         """The most activations on a rank; 1 means one micro-batch on all of its stages."""
-        return Fraction(_most_alive(self.orders[rank]), self.placement.count(rank))
+        return Fraction(most_alive(self.orders[rank]), self.placement.count(rank))
 
     def held(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The most micro-batches in flight on the stages of a rank, in their order, together.
@@ -92,8 +90,8 @@ class Schedule:
         stages = [j for j, at in enumerate(self.placement) if at == rank]
         counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
         for action in self.orders[rank]:
-            if action.kind in _ACTIVATIONS:
-                counts[action.stage] += _ACTIVATIONS[action.kind]
+            if action.kind in ACTIVATIONS:
+                counts[action.stage] += ACTIVATIONS[action.kind]
             if action.kind is Kind.FORWARD:
                 found.add(tuple(counts.values()))
         return tuple(sorted(_largest(found), key=lambda counts: (-counts[-1], counts)))
@@ -149,8 +147,3 @@ def _is_mixture(one: tuple[int, ...], middle: tuple[int, ...], other: tuple[int,
     Andrew's monotone chain)."""
     (a, b), (c, d), (e, f) = one, middle, other
     return (a - c) * (f - d) >= (c - e) * (d - b)
-
-
-def _most_alive(actions: Iterable[Action]) -> int:
-    """The most activations alive at any time."""
-    return max(accumulate((_ACTIVATIONS.get(a.kind, 0) for a in actions), initial=0))

@@ -13,12 +13,14 @@ A backward uses the weights of its forward, and the weights are updated after ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Protocol
 
 from parcompiler.instruction import Kind
 
-_CHANGE = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}
+ACTIVATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}  # change of those kept
+_WAITING = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}
 
 
 class ScheduledLine(Protocol):
@@ -69,9 +71,15 @@ def waiting(lines: Iterable[ScheduledLine], stage: int) -> int:
     >>> [waiting(build(name, 4, 8).orders[3], 3) for name in ("1f1b", "zb-h1")]
     [0, 4]
     """
-    now = most = 0
-    for line in lines:
-        if line.stage == stage:
-            now += _CHANGE.get(line.kind, 0)
-            most = max(most, now)
-    return most
+    return _most(_WAITING, (line for line in lines if line.stage == stage))
+
+
+def most_alive(lines: Iterable[ScheduledLine]) -> int:
+    """The most micro-batches, over all stages, between their forward and the end of their
+    backward."""
+    return _most(ACTIVATIONS, lines)
+
+
+def _most(changes: Mapping[Kind, int], lines: Iterable[ScheduledLine]) -> int:
+    """The largest sum of the changes so far."""
+    return max(accumulate((changes.get(line.kind, 0) for line in lines), initial=0))

@@ -118,7 +118,6 @@ class TimedOrder:
     """An order of compute with its costs."""
 
     walk: OrderWalk
-    orders: Orders
     costs: Sequence[StageCost]
     messages: Sequence[Message]
     vocabulary: VocabularyCost
@@ -192,7 +191,7 @@ def _timed(
         source = vocabulary.source % len(placement) if has_head else None
         layers = SharedLayers(vocabulary.method, vocabulary.users, source)
     walk = _walk(placement, orders, links_of(messages), layers)
-    return TimedOrder(walk, orders, costs, messages, vocabulary or VocabularyCost())
+    return TimedOrder(walk, costs, messages, vocabulary or VocabularyCost())
 
 
 def order_peaks(
@@ -202,7 +201,7 @@ def order_peaks(
     messages: Sequence[Message],
 ) -> tuple[int, ...]:
     """The peaks of `timing` alone, which is faster, for orders that end; without shared layers."""
-    timed = TimedOrder(OrderWalk(tasks, orders), orders, costs, messages, VocabularyCost())
+    timed = TimedOrder(OrderWalk(tasks, orders), costs, messages, VocabularyCost())
     return timed.peaks(timed.run())
 
 

@@ -72,11 +72,10 @@ def inserted(
     spans: Sequence[Sequence[Span]],
     moments: Sequence[Moment],
 ) -> Sequence[Sequence[Action]]:
-    """The orders, with each action of `moments` inserted before those that begin at its time or
-    later."""
-    return [
-        list(_merged(order, found, moments)) for order, found in zip(orders, spans, strict=True)
-    ]
+    """The orders, which have no head, with each action of `moments` before those that begin at its
+    time or later."""
+    pairs = zip(orders, spans, strict=True)
+    return [list(_anchored(order, own, {}, moments, {})) for order, own in pairs]
 
 
 def _lookups(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[Moment]:
@@ -141,7 +140,8 @@ def _anchored(
     first: Sequence[Moment],
     behind: Mapping[Action, Sequence[Action]],
 ) -> Iterator[Action]:
-    """The order of one rank with the actions that go before and after its own."""
+    """The order of one rank with the actions that go before and after its own, and those of `first`
+    by their times, but before every S."""
     left = 0
     for action, (begin, _) in zip(order, spans, strict=True):
         while left < len(first) and (first[left][0] <= begin or action.kind is Kind.S):
@@ -151,16 +151,3 @@ def _anchored(
         yield action
         yield from behind.get(action, ())
     yield from (lookup for _, lookup in first[left:])
-
-
-def _merged(
-    order: Sequence[Action], spans: Sequence[Span], moments: Sequence[Moment]
-) -> Iterator[Action]:
-    """The order of one rank merged with these actions; both are sorted by time."""
-    left = 0
-    for action, (begin, _) in zip(order, spans, strict=True):
-        while left < len(moments) and moments[left][0] <= begin:
-            yield moments[left][1]
-            left += 1
-        yield action
-    yield from (action for _, action in moments[left:])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from parcompiler.instruction import COMPUTE, EMBEDDING, Instruction, Kind
 from parcompiler.schedules.action import NOWHERE
+from parcompiler.schedules.rounds import repeated
 from parcompiler.timeline.collectives import Collective
 from parcompiler.timeline.order import OrderWalk, Step, TransferEnd
 
@@ -45,12 +46,10 @@ class InstructionNames:
             return [tuple(self._lines(steps, untrained)) for steps in whole]
         if walk.steady is None:
             return None
-        end, pace = walk.steady
+        (end, pace), q = walk.steady, len(walk.codes)
         return [
             tuple(
-                _lengthened(
-                    [[*self._lines(steps, untrained)] for steps in parts], rounds, len(walk.codes)
-                )
+                repeated([[*self._lines(steps, untrained)] for steps in parts], rounds, q, _later)
             )
             for parts in zip(*walk.parts(end - pace, end), strict=True)
         ]
@@ -72,18 +71,6 @@ class InstructionNames:
         kind = Kind.BROADCAST if what in ("x", "e.grad") else Kind.REDUCE
         grads = bool(gradient)
         return Instruction(kind, value=value, gradient=grads, microbatch=i, peer=peer)
-
-
-def _lengthened(
-    parts: Sequence[Sequence[Instruction]], rounds: int, period: int
-) -> Iterator[Instruction]:
-    """A list with further rounds: `parts` are the instructions before its last round (of `period`
-    micro-batches), those of that round, and those after it."""
-    before, last, behind = parts
-    yield from before
-    for k in range(rounds + 1):
-        yield from _later(last, k * period)
-    yield from _later(behind, rounds * period)
 
 
 def _later(lines: Iterable[Instruction], more: int) -> Iterator[Instruction]:
