@@ -8,10 +8,11 @@ Names are imported when first used, so that `parcompiler.runtime` needs torch al
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
+
+from parcompiler.temporary import uncollected
 
 if TYPE_CHECKING:
     from parcompiler.compiler import compile
@@ -99,13 +100,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         message = f"module 'parcompiler' has no attribute {name!r}"
         raise AttributeError(message)
-    collects = gc.isenabled()
-    gc.disable()  # torch and we make objects by the million that stay: it finds nothing for 0.3 s
-    try:
+    with uncollected():
         return getattr(importlib.import_module(f"parcompiler.{_HOME[name]}"), name)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

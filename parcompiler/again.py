@@ -20,7 +20,7 @@ tensor([5.4366, 5.4366, 5.4366])
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Self
@@ -32,6 +32,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
+
+from parcompiler.temporary import having
 
 Operator = Callable[..., torch.Tensor]
 
@@ -81,14 +83,9 @@ def marked() -> Iterator[None]:
         del traceback.current_meta["recompute"]
 
 
-@contextmanager
-def once() -> Iterator[None]:
+def once() -> AbstractContextManager[None]:
     """In this context, nothing runs again."""
-    token = _active.set(None)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return having(_active, None)
 
 
 class RunningAgain(saved_tensors_hooks):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 
 from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.mesh import Cluster, Mesh
+from parcompiler.temporary import uncollected
 
 if TYPE_CHECKING:  # importing the compiler takes 0.3 s: only in a call of `compile`
     from parcompiler.capture.inputs import Batch
@@ -22,21 +21,7 @@ if TYPE_CHECKING:  # importing the compiler takes 0.3 s: only in a call of `comp
     from parcompiler.schedules import Schedule
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector: the compiler makes millions of objects that live to its
-    end, graphs of models and lists of instructions, and it would visit them again and again (a
-    fifth of the time of a plan for GPT-3)."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_without_collector()
+@uncollected()
 def compile(
     model: nn.Module | Graph | Program,
     mesh: Mesh | Cluster,

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from parcompiler import temporary
 from parcompiler.calibrate.catalogue import Ladder, ladders
 from parcompiler.calibrate.exchange import (
     ExchangeTimes,
@@ -72,9 +73,7 @@ def calibrate(
     InputError, before anything is measured, for impossible requests.
     """
     at_least_one("threads", threads)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with temporary.threads(threads):
         machine = find_machine()
         request = checked(machine, output, name, like, dtypes, seconds)
         if sizes is not None:
@@ -82,8 +81,6 @@ def calibrate(
         messages = list(exchanges(machine, sizes)) if machine.ranks > 1 else []
         climbs = list(ladders(request.dtypes, sizes)) if machine.rank == 0 else []
         measured, exchanged = _measure(request, machine, climbs, messages, fresh, progress)
-    finally:
-        torch.set_num_threads(before)
     if machine.rank > 0:
         return None
     device = fit(measured, exchanged, machine, request.name, request.like, request.nominal)

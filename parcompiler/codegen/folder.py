@@ -266,7 +266,8 @@ def _copy_runtime(path: Path) -> None:
     target = path / "parcompiler"
     skip = shutil.ignore_patterns("__pycache__", "*.pyc")
     shutil.copytree(source / "runtime", target / "runtime", ignore=skip)
-    for name in ("again", "data_updates", "errors", "grid", "instruction", "pieces", "ring"):
+    names = "again data_updates errors grid instruction pieces ring temporary"
+    for name in names.split():
         shutil.copy(source / f"{name}.py", target / f"{name}.py")
     text = '"""The runtime of parcompiler, copied beside the scripts that use it."""\n'
     _write(target / "__init__.py", text)

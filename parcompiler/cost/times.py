@@ -7,11 +7,10 @@ the run, as there are no other ranks, and their time is added by the bench or th
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from parcompiler.graph import Block, Graph, NodeRoles, is_floating, tensors_of
 from parcompiler.mesh import Mesh
 from parcompiler.plan import TemplateTime, VocabularyTime
 from parcompiler.spmd.runtime_call import is_conversion
+from parcompiler.temporary import threads, uncollected
 
 Clock = Callable[[], float]  # seconds
 
@@ -278,21 +278,13 @@ def medians(
         return time.perf_counter()
 
     clock = cuda_clock if device.type == "cuda" else time.thread_time
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
-    gc.disable()
-    if device.type != "cuda":
-        torch.set_num_threads(1)
-    try:
+    with uncollected(), nullcontext() if device.type == "cuda" else threads(1):
         for _ in range(WARM):
             sample(clock)
         samples: list[Sequence[float]] = []
         end = time.perf_counter() + seconds
         while len(samples) < FEWEST or (len(samples) < MOST and time.perf_counter() < end):
             samples.append(sample(clock))
-    finally:
-        torch.set_num_threads(threads)
-        if collecting:
-            gc.enable()
     return tuple(map(statistics.median, zip(*samples, strict=True)))
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 from parcompiler.runtime.compiled import tracing
 from parcompiler.runtime.mixed_precision import widen
+from parcompiler.temporary import having
 
 
 class DeferredProduct(NamedTuple):
@@ -65,14 +66,9 @@ class Deferral:
         """Whether a product for a parameter has been left."""
         return any(product.parameter is parameter for product in self.products or ())
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """In this context, linear layers are made so that their products can be left."""
-        token = _active.set(self)
-        try:
-            yield
-        finally:
-            _active.reset(token)
+        return having(_active, self)
 
     @contextmanager
     def collect(self) -> Iterator[list[DeferredProduct]]:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from parcompiler.again import RunningAgain
+from parcompiler.temporary import having
 
 _active: ContextVar[Transfers | None] = ContextVar("transfers", default=None)
 
@@ -44,12 +45,9 @@ def transfers() -> Iterator[None]:
     """Context of a stage's forward: at its end all that `offloaded` layers saved has left the
     device."""
     scope = Transfers()
-    token = _active.set(scope)
-    try:
+    with having(_active, scope):
         yield
         scope.follow(None)
-    finally:
-        _active.reset(token)
 
 
 class Transfers:

@@ -43,6 +43,7 @@ from parcompiler.progress import Progress
 from parcompiler.runtime.compression import DTYPES
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.spmd.experts import on_expert_ranks
+from parcompiler.temporary import threads
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
 from parcompiler.verification.data_ranks import DataRanks
@@ -52,7 +53,6 @@ from parcompiler.verification.reference import (
     Original,
     accumulated,
     materialised,
-    one_thread,
     reenacted,
 )
 from parcompiler.verification.shorter import shortened
@@ -113,7 +113,7 @@ def check(
     if program.model is None:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
-    with Progress(progress) as steps, one_thread():  # as on ranks, for equal rounding
+    with Progress(progress) as steps, threads(1):  # as on ranks: equal rounding
         pool().start(program.lowered.grid.size)  # they import torch while the model runs
         verification = None if full else _on_shorter_rows(program, seed, steps, ranks)
         return verification or _as_compiled(program, seed, steps, ranks)

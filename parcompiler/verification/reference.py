@@ -444,18 +444,6 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, A
     return ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """In this context, torch uses one thread as every rank does: sums are rounded in the same
-    order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def materialised(graph: Graph, seed: int) -> Graph:
     """The graph with values for tensors on the meta device: small random ones."""
     generator = torch.Generator().manual_seed(seed)

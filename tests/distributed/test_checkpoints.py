@@ -18,8 +18,9 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.runtime.checkpoint import folder as folders
+from parcompiler.temporary import threads
 from parcompiler.verification.data_ranks import DataRanks
-from parcompiler.verification.reference import Original, one_thread
+from parcompiler.verification.reference import Original
 from tests.cli import models
 from tests.distributed import checkpoints, forked
 
@@ -373,7 +374,7 @@ def test_an_asynchronous_run_goes_on_and_is_repeated_from_its_record_to_the_bit(
         rows = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
         batches.append({item.key: rows for item in program.problem.graph.inputs})
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-2)
-    with one_thread(), Original(program, 0, None) as original:
+    with threads(1), Original(program, 0, None) as original:
         again = DataRanks(original, program.lowered, optimizer).in_order(batches, record).state
     stored = {name.removeprefix("model/") for name in ends.entries if name.startswith("model/")}
     assert stored

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import parcompiler as pc
+from parcompiler.temporary import threads
 from parcompiler.verification.batches import random_batch
 from parcompiler.verification.pool import Job, Outcome, pool
-from parcompiler.verification.reference import Original, one_thread, reenacted
+from parcompiler.verification.reference import Original, reenacted
 from tests import zoo
 
 STEPS = 3
@@ -47,7 +48,7 @@ def trained(program: pc.Program, optimizer: str, folder: Path) -> Outcome:
 def in_one_process(program: pc.Program, optimizer: str, order: pc.Program) -> Outcome:
     """What the original model makes of the steps, updated as late as on the ranks of `order`."""
     kind: Any = getattr(torch.optim, optimizer)
-    with one_thread(), Original(program, 0, torch.float64) as original:
+    with threads(1), Original(program, 0, torch.float64) as original:
         made = partial(kind, **OPTIMIZERS[optimizer])
         return reenacted(original, order.lowered, batches(program), made)
 

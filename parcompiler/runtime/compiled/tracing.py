@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcompiler.errors import LaunchError
+from parcompiler.temporary import having
 
 _active: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
@@ -76,14 +77,10 @@ class Trace:
     @contextmanager
     def active(self) -> Iterator[None]:
         """In this context, this trace is the active one, and random operators are extras."""
-        token = _active.set(self)
-        try:
-            # Decompose operators as in eager mode: torch has other decompositions for its tracers,
-            # of dropout for instance, which draw other numbers.
-            with torch._C._DisablePythonDispatcher(), _Draws(self):
-                yield
-        finally:
-            _active.reset(token)
+        # Decompose operators as in eager mode: torch has other decompositions for its tracers, of
+        # dropout for instance, which draw other numbers.
+        with having(_active, self), torch._C._DisablePythonDispatcher(), _Draws(self):
+            yield
 
     def extra(self, make: Make, *like: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The next extra inputs, which `make` computes in each call; `like` are tensors of their
