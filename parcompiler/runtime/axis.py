@@ -12,8 +12,8 @@ tensors. Products that linear layers have deferred run beside the collectives of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from parcompiler import pieces
 from parcompiler.errors import LaunchError
 from parcompiler.pieces import Shard
+from parcompiler.temporary import having
 
-_active: ContextVar[Mapping[str, Axis]] = ContextVar("axes", default={})  # noqa: B039  (never written)
+_active: ContextVar[dict[str, Axis]] = ContextVar("axes", default={})  # noqa: B039  (never written)
 
 
 def current(name: str = "tensor") -> Axis:
@@ -44,6 +45,11 @@ def active(name: str = "tensor") -> Axis | None:
 def all_active() -> tuple[Axis, ...]:
     """The current groups along all axes."""
     return tuple(_active.get().values())
+
+
+def within(*axes: Axis) -> AbstractContextManager[None]:
+    """In this context, these groups are the current ones along their axes."""
+    return having(_active, _active.get() | {axis.name: axis for axis in axes})
 
 
 def piece(size: int) -> int:
@@ -74,15 +80,6 @@ class Axis:
         self.group = None
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """In this context, this group is the current one along its axis."""
-        token = _active.set({**_active.get(), self.name: self})
-        try:
-            yield
-        finally:
-            _active.reset(token)
-
-    @contextmanager
     def expecting(self, more: bool, beside: Callable[[], object] | None = None) -> Iterator[None]:
         """In this context a backward runs; `more` says whether others of the step follow, and
         `beside` is called while its collectives run."""
@@ -91,6 +88,10 @@ class Axis:
             yield
         finally:
             self.more, self.beside = False, None
+
+    def own(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """This rank's piece of a value that all ranks hold; a view if it is one run."""
+        return shard.take(whole, self.size, self.rank)
 
     def all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
@@ -133,7 +134,7 @@ class Axis:
     def reduce_scatter(self, summand: torch.Tensor, shard: Shard) -> torch.Tensor:
         """This rank's piece of the sum over the ranks."""
         if not shard.even(self.size):
-            return shard.take(self.all_reduce(summand), self.size, self.rank).contiguous()
+            return self.own(self.all_reduce(summand), shard).contiguous()
         shape = list(summand.shape)
         shape[shard.dim] //= self.size
         sent = summand.new_empty(self.size, *shape)
@@ -148,7 +149,7 @@ class Axis:
         """The piece by `target` of the whole, from the pieces of all ranks by `source`."""
         n = self.size
         if source.dim == target.dim:
-            return target.take(self.all_gather(part, source), n, self.rank).contiguous()
+            return self.own(self.all_gather(part, source), target).contiguous()
         parts = [target.take(part, n, rank) for rank in range(n)]
         shapes = [list(parts[self.rank].shape) for _ in range(n)]
         for rank, shape in enumerate(shapes):

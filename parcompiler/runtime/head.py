@@ -150,7 +150,7 @@ def labels_of(rows: HeadRows, targets: torch.Tensor) -> Labels:
     if rows.head.sizes:
         axis, shard = current(rows.head.axis), Shard(0, rows.head.sizes, rows.head.zigzag)
         number = counted.sum()
-        targets, counted = (shard.take(x, axis.size, axis.rank) for x in (targets, counted))
+        targets, counted = (axis.own(x, shard) for x in (targets, counted))
     at = located(targets, rows.span, len(rows.weight))
     return Labels(counted, at.owned & counted, at.rows, number)
 

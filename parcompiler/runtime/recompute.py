@@ -63,6 +63,5 @@ def _again(
         stack.enter_context(once())
         stack.enter_context(draws or nullcontext())
         stack.enter_context(deferral.forward() if deferral else nullcontext())
-        for group in groups:
-            stack.enter_context(group.active())
+        stack.enter_context(axis.within(*groups))
         yield

@@ -172,7 +172,7 @@ class SeededDraws(TorchDispatchMode):
                 whole = axis.all_gather(whole, shard)
         made = func(whole, *args[1:], **kwargs)
         for axis, shard in reversed(shards):
-            made = pytree.tree_map(partial(_own_piece, axis, shard), made)
+            made = pytree.tree_map(partial(axis.own, shard=shard), made)
         return part.copy_(made) if is_mutable else made
 
     def _number(self, name: str) -> int:
@@ -197,11 +197,6 @@ def _drawn_on_cpu(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func._schema.is_mutable:
         return tensors[0].copy_(made)
     return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), made)
-
-
-def _own_piece(axis: Axis, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-    """The piece of a rank."""
-    return shard.take(tensor, axis.size, axis.rank)
 
 
 def _alike(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

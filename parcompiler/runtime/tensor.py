@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from parcompiler.pieces import Shard
-from parcompiler.runtime.axis import Axis, current
+from parcompiler.runtime.axis import current
 from parcompiler.runtime.compiled import tracing
 
 Sizes = int | tuple[int, ...] | None
@@ -64,7 +64,7 @@ def all_gather(
     shard = _shard(dim, sizes, x.shape[dim] * group.size, zigzag)
 
     def backward(dy: torch.Tensor) -> torch.Tensor:
-        return group.reduce_scatter(dy, shard) if partial else _own(dy, shard, group)
+        return group.reduce_scatter(dy, shard) if partial else group.own(dy, shard)
 
     return linear_map(x, lambda x: group.all_gather(x, shard), backward)
 
@@ -84,7 +84,7 @@ def take(
     def backward(dy: torch.Tensor) -> torch.Tensor:
         return shard.pad(dy, group.size, group.rank) if partial else group.all_gather(dy, shard)
 
-    return linear_map(x, lambda x: _own(x, shard, group).contiguous(), backward)
+    return linear_map(x, lambda x: group.own(x, shard).contiguous(), backward)
 
 
 def reduce_scatter(
@@ -138,11 +138,6 @@ def _on_first(axis: str) -> LinearMap:
     if tracing.active() is not None:
         return lambda x: torch.where(torch.zeros_like(x, dtype=torch.bool), x, 0)
     return torch.zeros_like
-
-
-def _own(x: torch.Tensor, shard: Shard, group: Axis) -> torch.Tensor:
-    """This rank's piece of a value."""
-    return shard.take(x, group.size, group.rank)
 
 
 def _shard(dim: int, sizes: Sizes, size: int, zigzag: bool) -> Shard:

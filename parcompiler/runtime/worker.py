@@ -14,7 +14,7 @@ import json
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -33,6 +33,7 @@ from parcompiler.runtime.agreement import (
     digest_of_batch,
 )
 from parcompiler.runtime.asynchronous import Serving
+from parcompiler.runtime.axis import within
 from parcompiler.runtime.batch import check_modes, microbatches, padded, samples_of_batch
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankState, RankTensors
@@ -895,13 +896,9 @@ class Worker:
             self._interpreter.check(batches)
             return batches
 
-    @contextmanager
-    def _in_groups(self) -> Iterator[None]:
+    def _in_groups(self) -> AbstractContextManager[None]:
         """In this context, layers find this rank's groups along the axes, and the data ranks."""
-        with ExitStack() as stack:
-            for axis in self._channels.axes.values():
-                stack.enter_context(axis.active())
-            yield
+        return within(*self._channels.axes.values())
 
     @contextmanager
     def _failing_together(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from parcompiler import runtime
 from parcompiler.pieces import Shard
-from parcompiler.runtime.axis import Axis
+from parcompiler.runtime.axis import Axis, within
 from parcompiler.runtime.rng import SeededDraws, seeded
 from parcompiler.spmd import I, P, Placement, R, S
 from parcompiler.spmd.conversions import TABLE
@@ -38,7 +38,7 @@ def main() -> None:
     found = {}
     for n, group in ((4, groups[0]), (2, groups[1 + rank // 2])):
         axis = Axis(rank % n, n, group, CPU)
-        with axis.active():
+        with within(axis):
             for name, check in cases():
                 torch.manual_seed(0)
                 try:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parcompiler.cost.live_memory import SavedTensors
-from parcompiler.runtime.axis import Axis
+from parcompiler.runtime.axis import Axis, within
 from parcompiler.runtime.deferred import Deferral, addmm, finish, linear
 from parcompiler.runtime.tensor import fan_out
 
@@ -193,7 +193,7 @@ def test_a_whole_backward_has_its_products_beside_a_collective(
     deferral = Deferral()
     layers = {first: "first", second: "second", third: "third"}
     names = {layer.weight: name for layer, name in layers.items()}
-    with axis.active():
+    with within(axis):
         run(lambda layer, x: layer(x)).backward()
         wanted = [layer.weight.grad for layer in layers]
         for layer in layers:

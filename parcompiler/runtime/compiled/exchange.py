@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from parcompiler.pieces import Shard
@@ -63,14 +64,6 @@ class TracedAxis(Axis):
         _groups[axis.name] = axis
         return cls(axis.rank, axis.size, None, axis.device, name=axis.name)
 
-    def all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks."""
-        return self._exchanged("all_reduce", summand, list(summand.shape))
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest over the ranks, element by element."""
-        return self._exchanged("all_reduce_max", tensor, list(tensor.shape))
-
     def all_gather(self, part: torch.Tensor, shard: Shard) -> torch.Tensor:
         """The whole tensor, from the pieces of all ranks."""
         return self._exchanged("all_gather", part, list(shard.shape(part.shape)), shard)
@@ -89,6 +82,10 @@ class TracedAxis(Axis):
         """The previous rank's row of numbers, which compiled layers wait for at once."""
         arriving = self._exchanged("rotated", row, list(row.shape))
         return lambda: arriving
+
+    def _reduced(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        name = "all_reduce" if operation == dist.ReduceOp.SUM else "all_reduce_max"
+        return self._exchanged(name, tensor, list(tensor.shape))
 
     def _piece(self, shape: list[int], shard: Shard) -> list[int]:
         """The shape of this rank's piece of a tensor."""

@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.axis import Axis
+from parcompiler.runtime.axis import Axis, within
 from parcompiler.runtime.compiled.exchange import TracedAxis
 from parcompiler.runtime.compiled.tracing import Extra, TensorForm, Trace
 from parcompiler.runtime.deferred import Deferral
@@ -54,8 +54,7 @@ class Surroundings:
         """In this context, collectives of layers are operators."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.training))
-            for axis in self.axes:
-                stack.enter_context(TracedAxis.of(axis).active())
+            stack.enter_context(within(*map(TracedAxis.of, self.axes)))
             if self.split:
                 stack.enter_context(Deferral().forward())
             yield
