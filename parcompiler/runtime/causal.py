@@ -79,17 +79,11 @@ def causal(
     made = []
     for rows, start in zip(query.chunk(len(starts), -2), starts, strict=True):
         end = start + rows.shape[-2]
-        bias = _lower_right(rows.shape[-2], end)
+        with _disable_current_modes():  # (tracing, FLOP counters) torch cannot make the mask there
+            bias = causal_lower_right(rows.shape[-2], end)
         pair = key[..., :end, :], value[..., :end, :]
         made.append(F.scaled_dot_product_attention(rows, *pair, bias, **more))
     return made[0] if len(made) == 1 else torch.cat(made, -2)
-
-
-def _lower_right(rows: int, keys: int) -> Any:
-    """The lower-right causal mask, made outside of dispatch modes (tracing of compiled layers, FLOP
-    counters), in which torch cannot make a tensor of its class."""
-    with _disable_current_modes():
-        return causal_lower_right(rows, keys)
 
 
 class _Merged(torch.autograd.Function):

@@ -222,13 +222,9 @@ class Channels:
 
     def _enqueue(self, start: Callable[[dist.ProcessGroup], Started]) -> Pending:
         """Put a collective of the vocabulary into the queue."""
-        assert self._queue is not None
-
-        def begin() -> Started:
-            assert self._plane is not None
-            return start(self._plane)
-
-        return self._queue.put(begin)
+        plane = self._plane
+        assert self._queue is not None and plane is not None
+        return self._queue.put(lambda: start(plane))
 
     def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, in_order: bool = False) -> Any:
         """Start summing a gradient over `ranks`, in place; between data ranks alone it may go in 16

@@ -406,14 +406,12 @@ class Interpreter:
     def _unshard(self, state: StepState, instruction: Instruction) -> None:
         """Start making the parameters of a stage whole."""
         assert self.parts is not None
-        assert instruction.stage is not None
-        self.parts.unshard(instruction.stage)
+        self.parts.unshard(_numbers(instruction)[0])
 
     def _reshard(self, state: StepState, instruction: Instruction) -> None:
         """Free the parameters of a stage except for this data rank's rows."""
         assert self.parts is not None
-        assert instruction.stage is not None
-        self.parts.reshard(instruction.stage)
+        self.parts.reshard(_numbers(instruction)[0])
 
     def _make_whole(self, j: int) -> None:
         """Wait until the parameters of a stage are whole, if data ranks have pieces."""

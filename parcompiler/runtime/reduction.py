@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import torch
 
 from parcompiler.instruction import BACKWARDS, ROWS, Instruction, Kind
-from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.collective_queue import Pending
 from parcompiler.runtime.mixed_precision import wide_dtype
 from parcompiler.runtime.powersgd import PowerSGD
 from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.zero import DataParts, flat
+from parcompiler.runtime.zero import DataParts, contiguous_gradient, flat
 
 Work = tuple[int, Any]  # the number of a sum, and its work
 
@@ -143,7 +142,7 @@ class Reduction:
                     tensors[0], self._rows[names[0]], self.lines[k].ranks
                 )
             else:
-                gradients = _contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
+                gradients = contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
                 work = self._channels.sum(gradients, self.lines[k].ranks)
                 if self._parts is not None:
                     self._parts.take_gradients(names)
@@ -166,21 +165,13 @@ def _behind(
     return behind
 
 
-def _contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor; zeros for a tied one without, as other ranks may have one."""
-    if tensor.grad is None:
-        tensor.grad = torch.zeros_like(tensor, dtype=wide_dtype(tensor))
-    tensor.grad = in_memory(tensor.grad)
-    return tensor.grad
-
-
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The gradients of a bucket as one tensor; from now on they are views of it.
 
     A parameter without a gradient has none on any data rank, and gets none.
     """
     if len(tensors) == 1 and tensors[0].grad is not None:
-        return _contiguous_gradient(tensors[0])
+        return contiguous_gradient(tensors[0])
     bucket, views = flat(tensors, wide_dtype(tensors[0]))
     for tensor, view in zip(tensors, views, strict=True):
         if tensor.grad is not None:

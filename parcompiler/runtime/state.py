@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from parcompiler.instruction import Instruction
@@ -53,28 +52,16 @@ class StepState:
     scale: float = 1.0  # of the loss in the backward
 
 
-def tensors_of(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of stages by their name in the model, each once."""
-    tensors: dict[str, torch.Tensor] = {}
-    for module, leaf, name in _places(stages):
-        tensors.setdefault(name, getattr(module, leaf))
-    return tensors
-
-
 def share_tensors(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
-    """Make all stages share the tensors of `tensors_of`, which are returned."""
-    tensors = tensors_of(stages)
-    for module, leaf, name in _places(stages):
-        setattr(module, leaf, tensors[name])
-    return tensors
-
-
-def _places(stages: Mapping[int, Stage]) -> Iterator[tuple[nn.Module, str, str]]:
-    """Module and attribute of each tensor, and its name in the model."""
+    """The parameters and buffers of stages by their name in the model, each once: stages share
+    them."""
+    tensors: dict[str, torch.Tensor] = {}
     for stage in stages.values():
         for attribute, name in stage.tensor_names().items():
             owner, _, leaf = attribute.rpartition(".")
-            yield stage.get_submodule(owner), leaf, name
+            module = stage.get_submodule(owner)
+            setattr(module, leaf, tensors.setdefault(name, getattr(module, leaf)))
+    return tensors
 
 
 def key_of(instruction: Instruction) -> Key:

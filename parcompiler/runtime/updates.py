@@ -316,7 +316,8 @@ class Updates:
             if _counts(program, name, part=shared):
                 part = gradient if shared else rows.unpadded(name, gradient)
                 part = part.coalesce().values() if part.is_sparse else part
-                squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
+                wide = torch.promote_types(part.dtype, torch.float32)
+                squares += torch.linalg.vector_norm(part, dtype=wide).double().square()
         self._total_of(squares)
         size = squares.sqrt() if program.narrow is None else squares.sqrt() * self._factor
         self.norm = size if self.norm is None else self.norm
@@ -394,10 +395,3 @@ def _checked_norm(max_norm: object) -> float:
         message = f"max_norm must be a positive number ({max_norm!r} given)"
         raise InputError(message)
     return float(max_norm)  # type: ignore[arg-type]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add squares in."""
-    if dtype.is_complex:
-        return torch.complex128 if dtype == torch.complex128 else torch.complex64
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -203,8 +203,7 @@ class DataParts:
         if not behind:
             return None
         first, self._arriving = self._arriving[: behind[-1] + 1], self._arriving[behind[-1] + 1 :]
-        arrivals = [arrival for _, arrival in first]
-        return Arrival(arrivals)
+        return Arrival([arrival for _, arrival in first])
 
     def reshard(self, j: int) -> None:
         """Free the parameters of a stage, except for the rows of this data rank."""
@@ -232,10 +231,7 @@ class DataParts:
         part = self.parts.get(name)
         if part is None:
             return Arrival(())
-        if part.grad is None:
-            part.grad = torch.zeros_like(part, dtype=wide_dtype(part))
-        part.grad = in_memory(part.grad)
-        return Arrival([self._channels.sum(part.grad, self._ties[name])])
+        return Arrival([self._channels.sum(contiguous_gradient(part), self._ties[name])])
 
     def scatter(self, names: Sequence[str]) -> Arrival:
         """Start summing the gradients of a bucket over the data ranks, and take them from the
@@ -467,6 +463,14 @@ class DataParts:
             if tensor.is_contiguous() and tensor.numel() == count * longest:
                 return tensor.detach().view(count, longest), places
         return self.parameters[names[0]].new_empty(count, longest, dtype=dtype), places
+
+
+def contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor; zeros for a tied one without, as other ranks may have one."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor, dtype=wide_dtype(tensor))
+    tensor.grad = in_memory(tensor.grad)
+    return tensor.grad
 
 
 def flat(

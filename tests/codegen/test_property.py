@@ -6,6 +6,7 @@ and gradients are equal bit for bit to those of the captured graph, run node by 
 
 import itertools
 from collections.abc import Sequence
+from operator import attrgetter
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from parcompiler.codegen.modules import stage_classes
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered
 from parcompiler.runtime import Stage
-from parcompiler.runtime.state import tensors_of
 from tests.codegen import models
 from tests.codegen.emitting import graph_of, lowered_by
 
@@ -120,10 +120,11 @@ def divided(lowered: Lowered, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[s
     made: dict[int, Stage] = {}
     for rank in range(lowered.size):
         made |= {j: kind() for j, kind in stage_classes(lowered, rank, "cpu").items()}
-    own = tensors_of(made)
+    copies = copies_of(made)
+    own = {name: first for name, (first, *_) in copies.items()}
     with torch.no_grad():
-        for stage in made.values():
-            for name, tensor in tensors_of({0: stage}).items():
+        for name, parts in copies.items():
+            for tensor in parts:
                 tensor.copy_(lowered.graph.tensors[name])
     known = {item.key: inputs[item.key] for item in lowered.graph.inputs}
     taken: dict[tuple[int, str], Tensor] = {}
@@ -143,8 +144,9 @@ def divided(lowered: Lowered, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[s
     for j in sorted(made, reverse=True):
         backward(j, outputs[j], taken)
     loss = outputs[max(made)]["loss"]
-    for name, parts in tied_parts(made).items():
-        own[name].grad = sum_of([p.grad for p in parts if p.grad is not None])
+    for name, parts in copies.items():
+        if len(parts) > 1:
+            own[name].grad = sum_of([p.grad for p in parts if p.grad is not None])
     return loss.detach(), {n: t.grad for n, t in own.items() if t.grad is not None}
 
 
@@ -173,13 +175,14 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def tied_parts(made: dict[int, Stage]) -> dict[str, list[Tensor]]:
-    """Tensors that several stages hold: each stage's copy."""
+def copies_of(made: dict[int, Stage]) -> dict[str, list[Tensor]]:
+    """Each stage's copy of the tensors of the model, by name."""
     found: dict[str, list[Tensor]] = {}
     for j in sorted(made):
-        for name, tensor in tensors_of({j: made[j]}).items():
-            found.setdefault(name, []).append(tensor)
-    return {name: copies for name, copies in found.items() if len(copies) > 1}
+        attributes = {name: attribute for attribute, name in made[j].tensor_names().items()}
+        for name, attribute in attributes.items():  # one of those that share the tensor
+            found.setdefault(name, []).append(attrgetter(attribute)(made[j]))
+    return found
 
 
 def consecutive(blocks: Sequence[str], ends: Sequence[int]) -> list[list[str]]:

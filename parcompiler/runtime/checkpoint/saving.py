@@ -189,11 +189,7 @@ class Checkpoints:
         checkpoint, restored, states = self._on_rank(plan, what)
         stored = dict.fromkeys(names_of(checkpoint))
         self.conclude(stored, restored.faults, strict=True)
-
-        def apply() -> Any:
-            self._state.apply(checkpoint, restored, optimizer=optimizer)
-
-        self._agreed(apply, what)
+        self._agreed(lambda: self._state.apply(checkpoint, restored, optimizer=optimizer), what)
         self.bytes_read = checkpoint.bytes_read
         others = ", ".join(checkpoint.facts["extra"].keys() - extra.keys())
         if others and optimizer and program.rank == 0:

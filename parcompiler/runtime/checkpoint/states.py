@@ -198,19 +198,18 @@ class RankState:
             facts["round"] = [self.updates.rounds.position, self.program.updates.every]
         current = self._optimizer() if optimizer else None
         if current is not None and not at.tensor and (not at.data or self.program.sharing):
-            names = {id(parameter): name for name, parameter in self.updates.weights().items()}
             facts["optimizer"] = {
                 "kind": type(current).__name__,
                 "groups": [
                     {
-                        "names": [names[id(p)] for p in group["params"] if id(p) in names],
+                        "names": names,
                         "options": {
                             key: option(value, f"option {key!r} of the optimizer")
                             for key, value in group.items()
                             if key != "params"
                         },
                     }
-                    for group in current.param_groups
+                    for group, names in zip(current.param_groups, self.members(), strict=True)
                 ],
                 "values": {
                     name: {
