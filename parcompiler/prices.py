@@ -11,7 +11,6 @@ from parcompiler.instruction import Instruction, Kind, is_of_experts
 from parcompiler.lower import lower
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.passes.estimate import costs, estimate
-from parcompiler.passes.shard.local import local
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
@@ -22,19 +21,14 @@ FEW = 4  # micro-batches per rank: with 2, steps of two stages on a rank come ou
 
 
 def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
-    """The simulated step of a lowered plan; `problem` is that of the whole model."""
-    return _timeline(problem, local(problem, plan), plan, lowered)
-
-
-def _timeline(problem: Problem, rank_problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
-    """`simulated`, given also the problem of a rank."""
+    """The simulated step of a lowered plan; `problem` is that of a rank."""
     return simulate_lowered(
         lowered,
-        stage_costs(rank_problem, plan, lowered),
+        stage_costs(problem, plan, lowered),
         message_seconds(problem, lowered),
         collective_seconds=collective_seconds(problem, lowered),
-        left_seconds=left_seconds(rank_problem, plan, lowered),
-        vocabulary=vocabulary_cost(rank_problem, plan),
+        left_seconds=left_seconds(problem, plan, lowered),
+        vocabulary=vocabulary_cost(problem, plan),
     )
 
 
@@ -46,7 +40,7 @@ def lowered_step(problem: Problem, plan: Plan) -> float:
 
     def step(microbatches: int) -> float:
         few = replace(plan, microbatches=microbatches)
-        return _timeline(problem, problem, few, lower(problem.graph, few, cut)).step_time
+        return simulated(problem, few, lower(problem.graph, few, cut)).step_time
 
     m, ranks = plan.microbatches, plan.mesh.pipeline
     few = FEW * ranks + m % ranks

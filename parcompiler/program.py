@@ -21,7 +21,7 @@ from parcompiler.errors import InputError, offered, shown
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
 from parcompiler.mesh import Cluster, Mesh, whole
-from parcompiler.passes.shard.local import local_graph
+from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
 from parcompiler.prices import simulated
 from parcompiler.problem import Problem
@@ -64,7 +64,7 @@ class Program:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        return simulated(self.problem, self.plan, self.lowered)
+        return simulated(local(self.problem, self.plan), self.plan, self.lowered)
 
     def simulate(self) -> Timeline:
         """Predicted step: `step_time` (s), `bubble` (idle fraction per rank), `peak_memory`

@@ -14,7 +14,7 @@ from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
 from parcompiler.options import Options
 from parcompiler.passes import Pass
-from parcompiler.passes.decide import fastest
+from parcompiler.passes.decide import choice_of, fastest
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import MeshChoice, Plan
@@ -64,7 +64,7 @@ def figures(
     rank_problem = local(problem, plan)
     lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
     check(lowered)
-    timeline, mesh = simulated(problem, plan, lowered), problem.mesh
+    timeline, mesh = simulated(rank_problem, plan, lowered), problem.mesh
     step = timeline.step_time
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
     updates = (e.end - e.begin for e in timeline.events if e.instruction.kind is Kind.UPDATE)
@@ -74,21 +74,10 @@ def figures(
         seconds((o for o in (*cost.forward, *cost.backward) if o.kind == EXCHANGE), mesh.hardware)
         for cost in rank_problem.under(plan).costs
     ) * (plan.microbatches / mesh.pipeline)
-    return MeshChoice(
-        pipeline=mesh.pipeline,
-        tensor=mesh.tensor,
-        data=mesh.data,
-        microbatches=plan.microbatches,
+    return dataclasses.replace(
+        choice_of(plan, step),
         rows=rows,
-        seconds=step,
         memory=max(timeline.peak_memory),
-        schedule=plan.schedule,
-        vocabulary=plan.vocabulary.method if plan.vocabulary else None,
-        recomputed=len(plan.recompute or ()),
-        offload=plan.offload,
-        zero=plan.zero,
-        context=mesh.context,
-        expert=mesh.expert,
         compute=busy - among_tensor_ranks,
         exchange=among_tensor_ranks + late,
         idle=max(0.0, step - busy - late),

@@ -338,4 +338,4 @@ def _step(problem: Problem, plan: Plan) -> float:
     assert plan.granularity is not None, "the passes decide it"
     rank_problem = local(problem, plan)
     lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
-    return simulated(problem, plan, lowered).step_time
+    return simulated(rank_problem, plan, lowered).step_time

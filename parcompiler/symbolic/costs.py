@@ -19,7 +19,6 @@ from parcompiler.cost.times import modelled
 from parcompiler.errors import InputError, ParcompilerError
 from parcompiler.lower import lower
 from parcompiler.passes.shard.local import local
-from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, TemplateTime
 from parcompiler.problem import Problem
 from parcompiler.report import data, gather, names
@@ -286,14 +285,7 @@ def _figures_of(
     priced = problem.priced(plan.granularity)
     lowered = lower(problem.graph, plan, priced.cut)
     costs = prices.stage_costs(problem, plan, lowered)
-    timeline = prices.simulate_lowered(
-        lowered,
-        costs,
-        prices.message_seconds(problem, lowered),
-        collective_seconds=prices.collective_seconds(problem, lowered),
-        left_seconds=prices.left_seconds(problem, plan, lowered),
-        vocabulary=vocabulary_cost(problem, plan),
-    )
+    timeline = prices.simulated(problem, plan, lowered)
     return StepFigures(
         sizes=tuple(sizes.items()),
         stages=gather.stages(lowered, priced, costs),
