@@ -205,12 +205,7 @@ def drop_dead(graph: fx.Graph) -> None:
     for root, writers in effects.writers.items():
         pending += writers if root.op == "placeholder" else ()
     pending += [node for node in graph.nodes if is_random(node) and not any(mutated_operands(node))]
-    needed: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(effects.dependencies(node))
+    needed = effects.behind(pending)
     for node in reversed(graph.nodes):
         if node not in needed and node.op != "placeholder":
             graph.erase_node(node)

@@ -8,7 +8,7 @@ another value.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -265,3 +265,13 @@ class Effects:
         for operand in node.all_input_nodes:
             yield operand
             yield from self.earlier_writers(operand, node)
+
+    def behind(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """These nodes, and all that must have run before them."""
+        found, pending = set[fx.Node](), list(nodes)
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                pending.extend(self.dependencies(node))
+        return found

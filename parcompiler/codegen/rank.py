@@ -189,13 +189,7 @@ def _kept(lowered: Lowered, name: str, node: fx.Node) -> KeptOutput:
     shard = None
     if placement.kind == "S":
         shard = shard_of(placement, whole.shape[placement.dim])
-    effects, pending = effects_of(graph), [node]
-    read: set[fx.Node] = set()
-    while pending:
-        one = pending.pop()
-        if one not in read:
-            read.add(one)
-            pending += effects.dependencies(one)
+    read = effects_of(graph).behind([node])
     inputs = (n for n in graph.fx_graph.nodes if n in read and n.name in graph.input_nodes)
     head = None if graph.vocabulary is None else graph.vocabulary.head
     functions, dtype = ({} if head is None else head.outputs).get(name, (None, whole.dtype))

@@ -81,14 +81,8 @@ def needed(wiring: Wiring) -> set[fx.Node]:
     """The operators that must run: those that the loss depends on, and every update of a buffer."""
     writers = wiring.effects.writers.items()
     updates = [node for root, nodes in writers if root.op == "placeholder" for node in nodes]
-    pending = [wiring.graph.loss, *wiring.graph.kept.values(), *updates]
-    nodes: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node.op == "call_function" and node not in nodes:
-            nodes.add(node)
-            pending.extend(wiring.effects.dependencies(node))
-    return nodes
+    nodes = wiring.effects.behind([wiring.graph.loss, *wiring.graph.kept.values(), *updates])
+    return {node for node in nodes if node.op == "call_function"}
 
 
 def _missing_nodes(wiring: Wiring) -> Iterator[Fault]:
