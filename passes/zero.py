@@ -150,7 +150,8 @@ def _best_level(
         if best is None or step < (1 - GAIN) * best[0]:
             best = step, trial
     if best is None or _lower_bound(problem, best[1]) >= most:
-        raise refusal or InfeasibleError(_too_long(most))
+        message = f"no level of ZeRO that fits has a step below {most:.6g} s"
+        raise refusal or InfeasibleError(message)
     return _at_lowest_level(problem, best[1], min(most, best[0] / (1 - MARGIN)))
 
 
@@ -188,11 +189,6 @@ def _lower_bound(problem: Problem, plan: Plan) -> float:
     """Lower bound on a plan's step, in seconds: its compute, and the exchange of the mean rank."""
     rank_problem = local(problem, plan)
     return estimate(rank_problem, plan).step_time + least_exchange(rank_problem, plan)
-
-
-def _too_long(most: float) -> str:
-    """Why no level is of use."""
-    return f"no level of ZeRO that fits has a step below {most:.6g} s"
 
 
 def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float:

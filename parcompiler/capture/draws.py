@@ -39,26 +39,16 @@ class Draw:
         self._model, self._module, self._low, self._high = model, module, low, high
 
     def __lt__(self, other: Any) -> bool:
-        """Whether it is smaller, if that is the same for all draws."""
-        return self._below(other)
-
-    def __le__(self, other: Any) -> bool:
-        """As `<`: no draw is taken to equal `other` (1 in 2 ** 53 does)."""
-        return self._below(other)
-
-    def __gt__(self, other: Any) -> bool:
-        """Whether it is larger, if that is the same for all draws."""
-        return not self._below(other)
-
-    def __ge__(self, other: Any) -> bool:
-        """As `>`: no draw is taken to equal `other` (1 in 2 ** 53 does)."""
-        return not self._below(other)
-
-    def _below(self, other: Any) -> bool:
         """Whether all draws are below a number; refused where some are."""
         if isinstance(other, int | float) and not self._low < other < self._high:
             return other >= self._high
         raise _refusal(self._model, self._module)
+
+    def __gt__(self, other: Any) -> bool:
+        """Whether all draws are above a number; refused where some are."""
+        return not self < other
+
+    __le__, __ge__ = __lt__, __gt__  # no draw is taken to equal a number (1 in 2 ** 53 does)
 
     def _refuse(self, *_: Any) -> Any:
         """Any other use."""

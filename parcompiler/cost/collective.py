@@ -228,7 +228,8 @@ def seconds(action: str, nbytes: float, ranks: RankGroup, device: Device) -> flo
     """
     if ranks.size < 2:
         return 0.0
-    sent, efficiency = _sent(action, nbytes, ranks.size), device.efficiency
+    sent = nbytes if action in ROOTED else SENT[action](nbytes, ranks.size)  # by a rank of a ring
+    efficiency = device.efficiency
     if efficiency.measured(action) and ranks.nodes == 1:
         return device.link.seconds(sent / efficiency.exchange(action, sent))
     links = _Links(
@@ -279,11 +280,6 @@ class _Links(NamedTuple):
         if self.several:
             reached = min(reached, self.ranks.local * self.outside.bandwidth)
         return min(reached * payload[self.several], most[self.several] * self.nominal)
-
-
-def _sent(action: str, nbytes: float, n: int) -> float:
-    """Bytes that each rank sends in a ring."""
-    return nbytes if action in ROOTED else SENT[action](nbytes, n)
 
 
 def _ring(action: str, sent: float, links: _Links, protocol: Protocol) -> float:

@@ -12,6 +12,7 @@ The passes are run on tensors without data, as blocks are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -78,15 +79,7 @@ def vocabulary_rows(graph: Graph, ranks: int) -> list[Parameter]:
 def _piece(item: Parameter, ranks: int) -> Parameter:
     """A tensor of the model with a rank's rows; a bias may be [1, V]."""
     shape = item.shape if len(item.shape) == 2 and item.shape[0] > 1 else (item.numel,)
-    return Parameter(
-        name=item.name,
-        node=item.node,
-        shape=(rows(shape[0], ranks), *shape[1:]),
-        dtype=item.dtype,
-        trainable=item.trainable,
-        buffer=item.buffer,
-        has_master=item.has_master,
-    )
+    return replace(item, shape=(rows(shape[0], ranks), *shape[1:]))
 
 
 def _head(graph: Graph, head: VocabularyHead, ranks: int, method: str) -> Operations:

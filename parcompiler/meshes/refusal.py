@@ -77,7 +77,7 @@ def refuse_too_large(problem: Problem, passes: Sequence[Pass], observer: Observe
         problem.room(device) for device in mesh.devices
     ):
         return
-    lean = plainest(problem)
+    lean = _simplest(problem)
     try:
         decide(lean, passes, observer)
     except InfeasibleError as error:
@@ -95,7 +95,7 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
     mesh, options = problem.mesh, problem.options
     if not mesh.is_uniform or not isinstance(options.schedule, str):
         return
-    lean, hardware = plainest(problem), mesh.hardware
+    lean, hardware = _simplest(problem), mesh.hardware
 
     def fits(**changes: Any) -> bool:
         other = dataclasses.replace(mesh, **changes)
@@ -150,7 +150,7 @@ def _rows_in_pieces(lean: Problem, passes: Sequence[Pass]) -> Iterator[str]:
         return
 
 
-def plainest(problem: Problem) -> Problem:
+def _simplest(problem: Problem) -> Problem:
     """The problem with everything recomputed and nothing to weigh, as far as options are open."""
     options = _leanest(problem).options
     schedule = "1f1b" if options.schedule in ("auto", "search") else options.schedule

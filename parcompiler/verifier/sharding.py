@@ -41,7 +41,8 @@ def _of_stage(step: StepIndex, j: int, rank: int) -> Iterator[Fault]:
         for line in changes.values():
             yield Fault(FREED, f"rank {rank}: {line}: the stage has no parameters")
         return
-    reads = chain(step.computed[Kind.FORWARD, j].values(), _backwards(step, j))
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    reads = chain.from_iterable(step.computed[kind, j].values() for kind in kinds)
     whole: Instruction | None = None
     last: Instruction | None = None
     for place in sorted({*changes, *reads}):
@@ -73,12 +74,6 @@ def _crowded(step: StepIndex, rank: int) -> Iterator[Fault]:
                 return
         elif line.kind is Kind.RESHARD:
             whole.discard(line.stage)
-
-
-def _backwards(step: StepIndex, j: int) -> Iterator[int]:
-    """The positions where the backward reads the parameters of a stage."""
-    for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        yield from step.computed[kind, j].values()
 
 
 def _has_parameters(step: StepIndex, j: int) -> bool:

@@ -196,8 +196,11 @@ def _data_sums(wiring: Wiring) -> Iterator[Fault]:
     for parameter in wiring.graph.parameters:
         if parameter.trainable and parameter.node in read:
             name = parameter.name
-            check = _in_rows if name in wiring.rows else _in_bucket
-            yield from check(wiring, name, buckets[name])
+            if name in wiring.rows:
+                where, every = f"all ranks hold rows of {name}", range(wiring.lowered.size)
+                yield from _on_each(where, "rows", name, buckets[name], every)
+            else:
+                yield from _in_bucket(wiring, name, buckets[name])
     for label, count in repeated(item.label for item in wiring.lowered.sums):
         yield Fault(AVERAGED, f"{count} sums have the label {label}")
 
@@ -223,12 +226,6 @@ def _in_bucket(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fau
         if item.ranks != holders:
             detail = f"{name} is on {ranks(holders)}, and {item.label} is of {ranks(item.ranks)}"
             yield Fault(AVERAGED, detail)
-
-
-def _in_rows(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]:
-    """Rows of a parameter that all ranks share are in one bucket of each rank."""
-    every = range(wiring.lowered.size)
-    yield from _on_each(f"all ranks hold rows of {name}", "rows", name, buckets, every)
 
 
 def _on_each(

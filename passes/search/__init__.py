@@ -93,18 +93,11 @@ def search(
     """
     _check(start, limits)
     placements = dict.fromkeys(schedule.placement for schedule in start)
-    m = start[0].microbatches
-    tasks = [
-        task
-        for placement in placements
-        if not _lacking(
-            task := SearchTask(placement, tuple(costs), tuple(messages), tuple(limits), m)
-        )
-    ]
+    given = tuple(costs), tuple(messages), tuple(limits), start[0].microbatches
+    each = [SearchTask(placement, *given) for placement in placements]
+    tasks = [task for task in each if not _lacking(task)]
     if not tasks:
-        raise _refusal(
-            SearchTask(start[0].placement, tuple(costs), tuple(messages), tuple(limits), m)
-        )
+        raise _refusal(each[0])
     best = _best_given(start, tasks)
     bounds = [_improve(task, start, best, effort / len(tasks)) for task in tasks]
     schedule = best.schedule if best.words is None else merged(*best.words)

@@ -25,12 +25,10 @@ MORE = 1.25  # a granularity may have this many times the fewest nodes
 
 @dataclass(frozen=True, slots=True)
 class BlockTemplate:
-    """Blocks that share all decisions; the first stands for all. `mark` distinguishes templates of
-    one name that are pinned differently."""
+    """Blocks that share all decisions; the first stands for all."""
 
     name: str
     blocks: tuple[Block, ...]
-    mark: str = ""
 
     @property
     def first(self) -> Block:
@@ -127,12 +125,7 @@ def fold(graph: Graph, pin: Callable[[str], str] = lambda name: "", level: int =
     for block in tried[best].blocks:
         pins = [pin(binding.name) for binding in block.tensors]
         groups.setdefault((block.template, *(pins if any(pins) else ())), []).append(block)
-    seen: Counter[str] = Counter()
-    templates = []
-    for (name, *_), blocks in groups.items():
-        seen[name] += 1
-        mark = f"#{seen[name]}" if seen[name] > 1 else ""
-        templates.append(BlockTemplate(name, tuple(blocks), mark))
+    templates = (BlockTemplate(name, tuple(blocks)) for (name, *_), blocks in groups.items())
     return FoldedGraph(graph, best, tuple(templates), tried[best].prologue)
 
 
