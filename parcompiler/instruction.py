@@ -61,6 +61,7 @@ class Kind(StrEnum):
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
+FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # these make gradients of parameters final
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS  # of stages
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})  # of the parameters of stages, over data ranks
@@ -68,6 +69,7 @@ STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # these name a stage and a micro-ba
 # Instructions of all ranks for the layers of the vocabulary, and their collectives.
 EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
+ASKS_FIRST = frozenset({"naive", "interlaced"})  # methods that NORMALIZE by the maximum of all
 TRANSFERS = frozenset({Kind.BROADCAST, Kind.REDUCE})
 GROUP = TRANSFERS | {Kind.EXCHANGE}
 WORK = COMPUTE | EMBEDDING | HEAD  # these occupy a rank

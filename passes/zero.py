@@ -35,7 +35,7 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
-from parcompiler.instruction import COMPUTE, Kind
+from parcompiler.instruction import COMPUTE, FINAL, Kind
 from parcompiler.passes.base import GAIN, MARGIN, Bounding
 from parcompiler.passes.estimate import costs, decisions, estimate, held, update_seconds
 from parcompiler.passes.shard.local import local
@@ -46,7 +46,6 @@ from parcompiler.schedules.planned import outline, shorter
 from parcompiler.timeline import StageCost
 
 DEEP = 16  # most ranks of a pipeline whose lowered step is simulated to choose a plan
-FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # passes that make gradients of parameters final
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from torch import fx, nn
 from parcompiler import pieces
 from parcompiler.cost.times import Clock, medians
 from parcompiler.graph import EmbeddingLookup, Graph, VocabularyHead
+from parcompiler.instruction import ASKS_FIRST
 from parcompiler.plan import VocabularyTime
 from parcompiler.runtime import head as passes
 from parcompiler.runtime import lookup
 from parcompiler.runtime.vocabulary import Head, Vocabulary
-from parcompiler.runtime.vocabulary_passes import ASKS_FIRST
 
 SPREAD = 0.02  # the standard deviation of weights
 

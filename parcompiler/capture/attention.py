@@ -35,10 +35,10 @@ from parcompiler.capture.effects import arguments_of, effects_of, overload_name
 from parcompiler.capture.prologue import cone, constants, evaluated
 from parcompiler.capture.rewriting import copied
 from parcompiler.graph import Graph
+from parcompiler.ring import WIDEST
 
 LARGEST = 1 << 28  # elements of a value on the way to a mask: 16,384 positions
 FEW = 512  # positions that stand for a larger number, as the formula is the same
-WIDEST = 256  # features of a head that flash kernels take
 SHORT = 128  # positions of the attention that is run in both forms
 EQUAL = 1e-12  # relative, in float64
 _HIDDEN = -3e38  # values up to this hide a key: float32's least, or bfloat16's

@@ -31,12 +31,11 @@ import torch
 from torch import fx
 from torch.fx import traceback
 
-from parcompiler.capture.patches import patched
+from parcompiler.capture.patches import TORCH, patched
 
 MARK = "parcompiler_mode"
 _MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.autocast)
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_DECORATOR = os.path.join(_TORCH, "utils", "_contextlib.py")
+_DECORATOR = os.path.join(TORCH, "utils", "_contextlib.py")
 
 
 @contextmanager
@@ -119,4 +118,4 @@ def _is_of_torch(frame: FrameType) -> bool:
     """Whether torch itself enters a mode, in code or by a decorator."""
     while frame.f_back is not None and frame.f_code.co_filename == _DECORATOR:
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_TORCH)
+    return frame.f_code.co_filename.startswith(TORCH)

@@ -53,6 +53,7 @@ CHECKPOINTING = next(
     )
     if hasattr(checkpoint, name)
 )
+TORCH = os.path.dirname(torch.__file__) + os.sep  # the folder of its files
 ONE_THREAD = threading.RLock()  # patches hold for the whole process: one compile at a time
 
 
@@ -112,11 +113,10 @@ def data_detached() -> AbstractContextManager[None]:
     """`tensor.data` in the model's code is `tensor.detach()`: a trace would see neither values read
     from it nor changes of a parameter in place."""
     original: Any = torch._C.TensorBase.data
-    files = os.path.dirname(torch.__file__) + os.sep
 
     def data(self: torch.Tensor) -> torch.Tensor:
         """The tensor without its history."""
-        own = sys._getframe(1).f_code.co_filename.startswith(files)
+        own = sys._getframe(1).f_code.co_filename.startswith(TORCH)
         found: torch.Tensor = original.__get__(self) if own else self.detach()
         return found
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import ast
 import enum
 import linecache
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.loss import PREFIX, WithLoss
-from parcompiler.capture.patches import patched
+from parcompiler.capture.patches import TORCH, patched
 from parcompiler.errors import CaptureError
 
 Attribute = tuple[str, str]  # the path of a module or object, and a name in its __dict__
@@ -44,7 +43,6 @@ OUTSIDE = " outside"  # in place of a path: names in the model's code from outsi
 Position = tuple[int, int]  # line and column of code
 Places = dict[Attribute, set[tuple[str, Position]]]  # positions with their file
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _PLAIN = (
     bool, int, float, complex, str, bytes, range, slice, type(None), torch.dtype, torch.device,
     torch.Size, torch.layout, torch.memory_format, enum.Enum,
@@ -345,7 +343,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
             if path is not None and name != "__dict__":
                 if (path, name) in read or (path, name) not in written:
                     read.setdefault((path, name), set()).add(_place())
-            elif path is not None and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            elif path is not None and not sys._getframe(1).f_code.co_filename.startswith(TORCH):
                 attributes.update(at for at in watched if at[0] == path)
             return original(self, name)
 
@@ -380,7 +378,7 @@ def _place() -> tuple[str, Position]:
     """Where code reads or writes an attribute: the beginning of a statement that only assigns
     attributes, else the expression itself. Without source, the line."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((__file__, _TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((__file__, TORCH)):
         frame = frame.f_back
     file = frame.f_code.co_filename
     line, _, column, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))

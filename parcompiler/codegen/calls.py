@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from parcompiler.codegen.literals import Operand, literal, real
+from parcompiler.spmd.elementwise import REDUCTIONS
 
 MODES = frozenset({"train", "training", "use_input_stats"})  # flags for "in training mode"
-REDUCTIONS = ("none", "mean", "sum")  # by number, as in torch.nn._reduction
 
 Number = int | float | complex | torch.SymInt | torch.SymFloat | torch.SymBool
 

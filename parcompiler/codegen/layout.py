@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-WIDTH = 100
+from parcompiler.codegen.quoting import WIDTH
 
 _STRING = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'"""
 _POWER = r"(?<![\w.)\]])(?P<base>[\w.]+) \*\* (?P<exponent>-?[\w.]+)(?![\w.(\[])"

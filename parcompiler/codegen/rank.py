@@ -17,10 +17,10 @@ from torch import fx
 from parcompiler.capture.effects import effects_of
 from parcompiler.capture.inputs import flat
 from parcompiler.capture.synchronized import is_synchronized
-from parcompiler.codegen.layout import WIDTH, table, wrap
+from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.listing import written
 from parcompiler.codegen.literals import construction, literal, string
-from parcompiler.codegen.quoting import docstring, paragraph
+from parcompiler.codegen.quoting import WIDTH, docstring, paragraph
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.graph import Graph
 from parcompiler.instruction import MESSAGES

@@ -25,9 +25,9 @@ from parcompiler.cost.roofline import seconds
 from parcompiler.cost.stand_in import stand_in
 from parcompiler.device import Device
 from parcompiler.graph import EmbeddingLookup, Graph, Parameter, VocabularyHead, nbytes_of
+from parcompiler.instruction import ASKS_FIRST
 from parcompiler.pieces import rows
 
-ASKING = ("naive", "interlaced")  # exchange the largest logits before they compute exponentials
 BLOCK = 2**27  # most elements of a block of logits that is widened, except on a CPU
 Operations = dict[str, tuple[Operation, ...]]
 
@@ -91,12 +91,12 @@ def _head(graph: Graph, head: VocabularyHead, ranks: int, method: str) -> Operat
             y = torch.mm(x, weight.t())
         else:
             y = torch.addmm(_piece_of(graph, head.bias, ranks), x, weight.t())
-        if method in ASKING:
+        if method in ASKS_FIRST:
             logits, _ = _logits(head, y, recorder)
             logits.to(_precision(y)).amax(1)
             operations["s"] = recorder.take()
         _softmax(head, y, recorder)
-        if method in ASKING:
+        if method in ASKS_FIRST:
             operations["normalize"] = recorder.take()
         else:
             if method == "vocab-2":
@@ -219,7 +219,7 @@ def _collectives(
         nbytes, count = nbytes_of(head.x), head.x.meta["val"].shape[0]
         each = count * max(4, graph.by_name[head.weight].dtype.itemsize)
         parts["broadcast"], parts["reduce"] = time_of("broadcast", nbytes), time_of(added, nbytes)
-        if method in ASKING:
+        if method in ASKS_FIRST:
             parts["exchange"] = time_of("all-reduce", each)
         else:
             parts["exchange"] = time_of("all-gather", 3 * each * ranks.size)

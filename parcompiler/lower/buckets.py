@@ -31,13 +31,12 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.graph import Graph
-from parcompiler.instruction import EXPERTS, MESSAGES, ROWS, Instruction, Kind
+from parcompiler.instruction import EXPERTS, FINAL, MESSAGES, ROWS, Instruction, Kind
 from parcompiler.lower.lowered import Bucket, Spread, StageProgram, TiedTensor
 from parcompiler.problem import bucket_size, filled
 from parcompiler.schedules.action import NOWHERE
 
 Lines = tuple[Instruction, ...]
-FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # add to gradients of parameters of stages
 EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # add to gradients of rows of the vocabulary
 ADDS = frozenset((*FINAL, *EVERYWHERE))
 

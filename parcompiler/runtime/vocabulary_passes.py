@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parcompiler.instruction import Instruction, Kind
+from parcompiler.instruction import ASKS_FIRST, Instruction, Kind
 from parcompiler.pieces import Span
 from parcompiler.runtime import head, lookup
 from parcompiler.runtime.channels import Channels
@@ -26,7 +26,6 @@ from parcompiler.runtime.state import Awaited, Key, StepState, key_of, microbatc
 from parcompiler.runtime.vocabulary import Batch, Vocabulary
 
 FUSED = "PARCOMPILER_FUSED"  # "1": compile the operations on logits into few kernels
-ASKS_FIRST = frozenset({"naive", "interlaced"})  # exchange the maximum first, normalize by it
 
 
 @dataclass

@@ -15,7 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from parcompiler.instruction import BACKWARDS, HEAD, Kind
+from parcompiler.instruction import ASKS_FIRST, BACKWARDS, HEAD, Kind
 from parcompiler.schedules.action import NOWHERE, Action
 
 Slot = tuple[Action, ...]
@@ -54,7 +54,7 @@ def barrier(method: str, kind: Kind) -> Kind:
     if kind is Kind.NORMALIZE:
         return Kind.S
     if kind is Kind.T:
-        return Kind.NORMALIZE if method in ("naive", "interlaced") else Kind.S
+        return Kind.NORMALIZE if method in ASKS_FIRST else Kind.S
     return Kind.S if method == "vocab-2" else Kind.T
 
 

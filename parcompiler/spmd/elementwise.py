@@ -30,6 +30,7 @@ LINEAR = """
     lift_fresh neg negative positive resolve_conj resolve_neg real imag
     """.split()
 
+REDUCTIONS = ("none", "mean", "sum")  # by number, as in torch.nn._reduction
 REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = range(3)
 
 

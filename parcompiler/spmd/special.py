@@ -30,14 +30,12 @@ from torch.nn import functional as F
 from parcompiler.capture.effects import is_random
 from parcompiler.ring import RingAttention
 from parcompiler.spmd.call import NodeCall
-from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM
+from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM, REDUCTIONS
 from parcompiler.spmd.placement import I, P, Placement, R, S
 from parcompiler.spmd.rows import Rows
 from parcompiler.spmd.runtime_call import Actions, NodeCollectives, RuntimeCall
 from parcompiler.spmd.segments import Segments
 from parcompiler.spmd.strategy import Draws, Strategy
-
-REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parcompiler.instruction import BACKWARDS, Kind
+from parcompiler.instruction import ASKS_FIRST, BACKWARDS, Kind
 from parcompiler.schedules.action import Action
 
 KIND_OF = {
@@ -62,8 +62,7 @@ class SharedLayers:
     @property
     def exchanges(self) -> tuple[str, ...]:
         """The exchanges after S and, where there is one, after NORMALIZE."""
-        exact = self.method in ("naive", "interlaced")
-        return ("maximum", "sum") if exact else ("statistics",)
+        return ("maximum", "sum") if self.method in ASKS_FIRST else ("statistics",)
 
 
 def rows_of(layers: SharedLayers) -> Iterator[tuple[str, int]]:

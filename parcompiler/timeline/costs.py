@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parcompiler.instruction import Kind
+from parcompiler.instruction import ASKS_FIRST, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class VocabularyCost:
     @property
     def softmax(self) -> Kind:
         """The pass that computes the softmax."""
-        return Kind.NORMALIZE if self.method in ("naive", "interlaced") else Kind.S
+        return Kind.NORMALIZE if self.method in ASKS_FIRST else Kind.S
 
     @property
     def compute(self) -> float:

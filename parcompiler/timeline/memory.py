@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parcompiler.instruction import COMPUTE, HEAD, Kind
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.schedules.staleness import ScheduledLine
 from parcompiler.timeline.costs import Made, StageCost, VocabularyCost
 from parcompiler.timeline.run import EXACT, INFINITY, START, Moments
@@ -33,7 +34,6 @@ Place = tuple[int | None, int | None]  # stage and micro-batch
 KINDS = (*sorted(COMPUTE), *sorted(HEAD))
 NUMBER = {kind: k for k, kind in enumerate(KINDS)}
 OTHER = len(KINDS)  # kinds that hold nothing by themselves
-NOWHERE = -1  # stands for no stage and no micro-batch; as a task it is START
 
 
 class Buffer(NamedTuple):

@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parcompiler.bench.busy import measure
+from parcompiler.bench.busy import TIMEOUT, measure
 from parcompiler.loaded import load
 from parcompiler.runtime.joining import OVERRIDE, backend_of
 from parcompiler.runtime.rng import SeededDraws
 from parcompiler.runtime.tensor_files import read, write
 from parcompiler.runtime.worker import Worker
-
-TIMEOUT = timedelta(minutes=5)
 
 
 def main(pipes: list[tuple[int, int]]) -> None:

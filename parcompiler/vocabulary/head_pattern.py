@@ -21,6 +21,7 @@ from torch import fx
 
 from parcompiler.capture.effects import CASTS, arguments_of, name_of, overload_name
 from parcompiler.graph import CrossEntropy, Graph, Parameter, dtype_of, shape_of
+from parcompiler.spmd.elementwise import REDUCTIONS
 from parcompiler.spmd.views import RESHAPES, permutation
 from parcompiler.vocabulary.nodes import (
     is_copy,
@@ -31,7 +32,6 @@ from parcompiler.vocabulary.nodes import (
 
 CROSS_ENTROPIES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 _OF_ROWS = "cross_entropy_of_rows"  # that of a context rank's own rows
-_REDUCTIONS = ("none", "mean", "sum")
 _FUNCTIONS = frozenset(
     "mul div add sub rsub neg tanh sigmoid clamp clamp_min clamp_max hardtanh pow exp log softplus "
     "relu abs sqrt square asinh nan_to_num type_as to _to_copy float double half bfloat16".split()
@@ -145,7 +145,7 @@ def _cross_entropy(node: fx.Node) -> Criterion | None:
         loss=CrossEntropy(
             values["ignore_index"],
             0.0 if normalized else float(values["label_smoothing"]),
-            _REDUCTIONS[values["reduction"]],
+            REDUCTIONS[values["reduction"]],
         ),
         normalized=normalized,
     )
