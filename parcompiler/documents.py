@@ -68,6 +68,11 @@ def check_writable(path: Path) -> None:
         raise InputError(message)
 
 
+def write(path: str | PathLike[str], text: str) -> None:
+    """Write a text file, the same bytes on every system. Raises OSError."""
+    Path(path).write_text(text, encoding="utf-8", newline="\n")
+
+
 def text_of(path: str | PathLike[str]) -> str:
     """The text of a file. Raises InputError, naming it, when it cannot be read as text."""
     checked = path_of(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from parcompiler import documents
 from parcompiler.capture.templates import identifier
 from parcompiler.codegen.functions import counts_module, hooks_module
 from parcompiler.codegen.launchers import Launch
@@ -64,11 +65,11 @@ def export(
         try:
             new.mkdir()
             for name, text in files.items():
-                _write(new / name, text)
+                documents.write(new / name, text)
             saved = dict(_saved(new / "weights", lowered, parameters=weights))
             if standalone:
                 _copy_runtime(new)
-            _write(new / SUMS, listing(new, saved))
+            documents.write(new / SUMS, listing(new, saved))
             _replace(place, new, old)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -213,11 +214,6 @@ def _replace(place: Path, new: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a text file, the same bytes on every system."""
-    path.write_text(text, encoding="utf-8", newline="\n")
-
-
 def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str, torch.Tensor]:
     """Tensors under the model's names; buffers always, parameters on request."""
     tensors: dict[str, torch.Tensor] = {}
@@ -270,4 +266,4 @@ def _copy_runtime(path: Path) -> None:
     for name in names.split():
         shutil.copy(source / f"{name}.py", target / f"{name}.py")
     text = '"""The runtime of parcompiler, copied beside the scripts that use it."""\n'
-    _write(target / "__init__.py", text)
+    documents.write(target / "__init__.py", text)

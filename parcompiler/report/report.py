@@ -144,11 +144,11 @@ class Report(ReportData):
         `measured`) is drawn under the predicted one. Raises InputError if plotly is missing (the
         extra "report"), OSError if the file cannot be written.
         """
-        _write(path, web.page(self))
+        documents.write(path, web.page(self))
 
     def to_trace(self, path: str | Path) -> None:
         """Write the simulated step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-        _write(path, trace_text(self))
+        documents.write(path, trace_text(self))
 
     def _repr_html_(self) -> str:
         """The HTML for notebooks."""
@@ -170,8 +170,3 @@ class Report(ReportData):
             seconds, trace, len(self.stages), self.mesh.pipeline, self.mesh.copies
         )
         return dataclasses.replace(self, measurement=serial.rounded(measurement))
-
-
-def _write(path: str | Path, text: str) -> None:
-    """Write a text file, the same bytes on every system."""
-    Path(path).write_text(text, encoding="utf-8", newline="\n")

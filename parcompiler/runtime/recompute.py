@@ -12,7 +12,7 @@ later (see `deferred`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,9 +59,6 @@ def _again(
     groups: tuple[axis.Axis, ...],
 ) -> Iterator[None]:
     """In this context, layers run in the contexts of the forward."""
-    with ExitStack() as stack:
-        stack.enter_context(once())
-        stack.enter_context(draws or nullcontext())
-        stack.enter_context(deferral.forward() if deferral else nullcontext())
-        stack.enter_context(axis.within(*groups))
+    leaving = deferral.forward() if deferral else nullcontext()
+    with once(), draws or nullcontext(), leaving, axis.within(*groups):
         yield

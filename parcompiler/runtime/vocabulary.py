@@ -135,16 +135,13 @@ class VocabularyRows:
 
     def place(self, name: str, padded: torch.Tensor) -> tuple[int, pieces.Span]:
         """The dimension of the rows of a tensor, and the rows of the model that this rank has."""
-        span = pieces.own_rows(self.sizes[name], len(self.ranks), self._index)
-        return self._dim(name, padded), span
+        size, ranks = self.sizes[name], len(self.ranks)
+        dim = padded.shape.index(pieces.rows(size, ranks))  # a bias may be [1, V] in the model
+        return dim, pieces.own_rows(size, ranks, self._index)
 
     def unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of this rank without padding; a tensor that is not in rows as it is."""
         if name not in self.sizes:
             return tensor
-        span = pieces.own_rows(self.sizes[name], len(self.ranks), self._index)
-        return tensor.narrow(self._dim(name, tensor), 0, span.size)
-
-    def _dim(self, name: str, padded: torch.Tensor) -> int:
-        """The dimension of a tensor's rows: a bias may be [1, V] in the model."""
-        return padded.shape.index(pieces.rows(self.sizes[name], len(self.ranks)))
+        dim, span = self.place(name, tensor)
+        return tensor.narrow(dim, 0, span.size)

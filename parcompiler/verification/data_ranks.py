@@ -7,6 +7,7 @@ pipeline coordinates hold are summed uncompressed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import nn
@@ -247,10 +248,7 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> Gradients:
 
 def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum, in order."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
+    return reduce(torch.add, tensors)
 
 
 def _distance(packed: Gradients, whole: Gradients) -> float:

@@ -16,7 +16,7 @@ import inspect
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -52,11 +52,9 @@ class Surroundings:
     @contextmanager
     def active(self) -> Iterator[None]:
         """In this context, collectives of layers are operators."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.training))
-            stack.enter_context(within(*map(TracedAxis.of, self.axes)))
-            if self.split:
-                stack.enter_context(Deferral().forward())
+        groups = within(*map(TracedAxis.of, self.axes))
+        leaving = Deferral().forward() if self.split else nullcontext()
+        with torch.set_grad_enabled(self.training), groups, leaving:
             yield
 
 
