@@ -314,9 +314,10 @@ def _note_kept(chain: Chain, behind: list[fx.Node]) -> None:
 
 
 def _numel(node: fx.Node) -> int:
-    """Number of elements of a value; 0 for a list."""
+    """Number of elements of a value; 0 for a list, and where it depends on the data."""
     value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+    numel = value.numel() if isinstance(value, torch.Tensor) else 0
+    return numel if isinstance(numel, int) else 0
 
 
 def _add(graph: Graph, chain: Chain, node: fx.Node) -> None:
