@@ -39,6 +39,7 @@ from parcompiler.capture.grad_modes import marked, noticed
 from parcompiler.capture.hooks import hooks_of, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat, number_lists
 from parcompiler.capture.known import Known
+from parcompiler.capture.lift import settle_default
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.modes import in_modes
@@ -123,6 +124,7 @@ def _graph_of(
     clean.drop_dead(graph)
     clean.settle_sizes(graph)
     clean.make_gradients_whole(graph)
+    settle_default(graph)
     specs = exported.graph_signature.input_specs
     names = {
         kind: {getattr(s.arg, "name", "") for s in specs if s.kind is kind}

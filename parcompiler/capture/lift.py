@@ -76,6 +76,16 @@ def _swap(dtype: torch.dtype) -> Callable[[Any], Any]:
     return lambda leaf: _in(dtype, leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
+def settle_default(graph: fx.Graph) -> None:
+    """Write torch's default dtype into the nodes that follow it, unless it is float32: ranks have
+    that."""
+    if (dtype := torch.get_default_dtype()) == torch.float32:
+        return
+    for node in list(graph.nodes):
+        if _follows_default(node):
+            _settle(node, dtype)
+
+
 def _follows_default(node: fx.Node) -> bool:
     """Whether a node makes a floating tensor in torch's default dtype: from nothing or integers."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -101,12 +111,15 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
     for operand in operands:
         cast = inserted(node, torch.ops.aten.to.dtype, operand, dtype)
         node.replace_input_with(operand, cast)
-    if not operands:  # `where` with two numbers
-        with node.graph.inserting_after(node):
-            after = node.graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
-        after.meta = dict(node.meta)
-        node.meta["val"] = node.meta["val"].to(torch.get_default_dtype())
-        node.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
+    if not operands:  # `where` with two numbers: the first becomes a tensor
+        condition, first, second = node.args
+        to = {"dtype": dtype, "device": node.meta["val"].device}
+        with node.graph.inserting_before(node):
+            made = node.graph.create_node(
+                "call_function", torch.ops.aten.scalar_tensor.default, (first,), to, "number"
+            )
+        made.meta = {**node.meta, "val": node.meta["val"].new_empty((), dtype=dtype)}
+        node.target, node.args = torch.ops.aten.where.ScalarOther, (condition, made, second)
 
 
 _CASTS = {"float", "half", "bfloat16", "double"}

@@ -53,7 +53,7 @@ def integer_division(x: torch.Tensor) -> torch.Tensor:
 
 
 def two_numbers(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.where(torch.arange(WIDTH) > 2, 0.5, 2.0)
+    return x * torch.where(torch.arange(WIDTH) > 2, 0.1, 2.0)
 
 
 def mask_and_number(x: torch.Tensor) -> torch.Tensor:
@@ -123,6 +123,21 @@ def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
     ]
     (found,) = fx.Interpreter(fx.GraphModule({}, graph.fx_graph)).run(*values)
     assert found.dtype == graph.loss.meta["val"].dtype == torch.float64
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("step", [integer_division, two_numbers, constants])
+def test_a_graph_keeps_the_default_dtype_that_it_was_captured_under(step: Step) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, x = Wrapped(step), rows(WIDTH).double()
+        wanted, graph = model(x), simplify(capture(model, {"x": x}))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    by_name = {p.node: graph.tensors[p.name] for p in graph.parameters}
+    nodes = [node for node in graph.fx_graph.nodes if node.op == "placeholder"]
+    values = [by_name.get(node.name, x) for node in nodes]
+    (found,) = fx.Interpreter(fx.GraphModule({}, graph.fx_graph)).run(*values)
     assert torch.equal(found, wanted)
 
 
