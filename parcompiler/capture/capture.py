@@ -15,7 +15,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from keyword import iskeyword
@@ -58,6 +58,7 @@ from parcompiler.capture.renewal import renewed
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.untouched import Attribute, check_attributes, restored, untouched, watched
+from parcompiler.ctc import ctc_loss
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph, Parameter
 
@@ -280,7 +281,7 @@ def _export(
         warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
         checkpoints_run_once(), data_detached(),
         recorded(), draws_unknown(type(original.model).__name__),
-        patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
+        _shaped_without_values(), sets_in_order(original),
         restored(original) if copied is original else nullcontext(), known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
@@ -321,6 +322,14 @@ def _export(
         raise first
     _check_runs(original, args, kwargs)
     raise explain(first, failed.model, kwargs) from first
+
+
+@contextmanager
+def _shaped_without_values() -> Iterator[None]:
+    """Losses whose shapes torch takes from values have them from shapes."""
+    with patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows):
+        with patched(torch, ctc_loss=ctc_loss):
+            yield
 
 
 def _check_runs(original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -42,10 +42,6 @@ _ADVICE_FIXED = """
             return self.model({name}=torch.tensor({values}), **inputs)
   What a model computes from tokens in Python (position_ids of Qwen-VL) must be an input."""
 _OTHER_ADVICE = {  # by a word in the error or in the named line
-    "_ctc_loss": (
-        "torch's CTC loss reads the values of lengths and labels before it knows a shape: it "
-        "cannot be divided yet; write the recursion over time with torch.logsumexp and masks"
-    ),
     "functorch": (
         "transforms of torch.func (grad, vjp, jvp, vmap) in a forward cannot be divided: write the "
         "derivative out, or as a torch.autograd.Function"

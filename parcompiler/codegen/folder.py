@@ -262,7 +262,7 @@ def _copy_runtime(path: Path) -> None:
     target = path / "parcompiler"
     skip = shutil.ignore_patterns("__pycache__", "*.pyc")
     shutil.copytree(source / "runtime", target / "runtime", ignore=skip)
-    names = "again data_updates errors grid instruction pieces ring temporary"
+    names = "again ctc data_updates errors grid instruction pieces ring temporary"
     for name in names.split():
         shutil.copy(source / f"{name}.py", target / f"{name}.py")
     text = '"""The runtime of parcompiler, copied beside the scripts that use it."""\n'

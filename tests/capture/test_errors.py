@@ -398,17 +398,6 @@ def test_packed_sequences_say_what_to_do() -> None:
         capture(Packing(), inputs)
 
 
-def test_a_ctc_loss_says_what_to_do() -> None:
-    class Spelling(Stack):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            scores = self.layers[0](x).log_softmax(-1)
-            lengths = torch.full((len(labels),), 1)
-            return F.ctc_loss(scores.unsqueeze(0), labels.unsqueeze(1), lengths, lengths)
-
-    with pytest.raises(CaptureError, match=r"(?s)F\.ctc_loss.*write the recursion over time"):
-        capture(Spelling(), XY)
-
-
 @pytest.mark.parametrize("function", [torch.heaviside, torch.floor_divide])
 def test_an_operator_without_a_derivative_is_named_when_gradients_need_it(function: Any) -> None:
     class Stepping(Stack):

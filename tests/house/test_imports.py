@@ -22,7 +22,7 @@ PICTURE = """\
 3  problem priced options progress calibrate
 2  capture cost naming spmd vocabulary schedules timeline solver
 1  mesh device efficiency figures graph plan
-0  errors instruction grid pieces documents data_updates again ring temporary
+0  errors instruction grid pieces documents data_updates again ring ctc temporary
 """
 LAYER = {
     room: int(layer) for layer, *rooms in map(str.split, PICTURE.splitlines()) for room in rooms
@@ -54,6 +54,7 @@ TORCH_ONLY = {
     "data_updates",
     "again",
     "ring",
+    "ctc",
     "temporary",
     "runtime",
     "models",
