@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import linecache
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from parcompiler import errors
 from parcompiler.errors import CaptureError
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_PACKAGES = tuple(Path(file).parent for file in (torch.__file__, errors.__file__))
+_PYTHON = sysconfig.get_path("stdlib")
 _DATA_DEPENDENT = (
     "data-dependent",
     "datadependent",
@@ -144,16 +149,27 @@ def is_data_dependent(error: Exception) -> bool:
 
 def _place(error: Exception, model: nn.Module) -> str:
     """The module and line of the innermost frame that runs a method of one of the model's modules,
-    rather than torch calling it; "" if there is none."""
+    rather than torch calling it, and the line of the function that it calls, if that is where it
+    failed; "" if there is none."""
     # For a module with two names torch runs proxies, which share its __dict__.
     names = {id(vars(module)): name for name, module in model.named_modules()}
-    place = ""
+    place = called = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         first = frame.f_code.co_varnames[:1]  # usually called self
         owner = id(getattr(frame.f_locals.get(first[0]), "__dict__", None)) if first else None
+        line = f'{file}:{number}: "{linecache.getline(file, number).strip()}"'
         if owner in names and "/torch/nn/modules/module.py" not in file.replace("\\", "/"):
-            source = linecache.getline(file, number).strip()
             module = names[owner] or "(the model itself)"
-            place = f'in module {module!r}, {file}:{number}: "{source}"'
-    return place
+            place, called = f"in module {module!r}, {line}", ""
+        elif place and _is_of_user(file):
+            called = f"\n  there, {line}"
+    return place + called
+
+
+def _is_of_user(file: str) -> bool:
+    """Whether a source file belongs to neither torch nor Python nor this package."""
+    path = Path(file)
+    if not path.is_absolute() or any(map(path.is_relative_to, _PACKAGES)):
+        return False
+    return "site-packages" in path.parts or not path.is_relative_to(_PYTHON)

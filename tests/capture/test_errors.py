@@ -41,6 +41,24 @@ def test_a_branch_on_values_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert not err
 
 
+def louder(x: torch.Tensor) -> torch.Tensor:
+    return x if x.abs().max() > 1 else 2 * x
+
+
+def test_the_line_of_a_function_that_a_module_calls_is_named_too() -> None:
+    class Loud(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return louder(super().forward(input))
+
+    with pytest.raises(CaptureError) as error:
+        capture(Stack(lambda: Loud(WIDTH, WIDTH)), XY)
+    lines = str(error.value).splitlines()
+    assert lines[1].startswith("  in module 'layers.0', ")
+    assert lines[1].endswith('"return louder(super().forward(input))"')
+    assert lines[2].startswith(f"  there, {__file__}:")
+    assert lines[2].endswith(': "return x if x.abs().max() > 1 else 2 * x"')
+
+
 def test_a_generator_of_the_models_own_is_named() -> None:
     class Drawing(nn.Linear):
         generator = torch.Generator()
