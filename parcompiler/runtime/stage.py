@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -89,6 +89,18 @@ def name_in_model(place: str, names: Mapping[str, str], scope: str) -> str:
             return f"{scope}{rest}" if scope else place
     name = names[known]
     return f"{scope if name.startswith('.') else ''}{name}{rest}"
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """In this context, torch makes floats of integers and of nothing in float32, whatever the
+    process has: emitted code names every other dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Unfilled(TorchFunctionMode):

@@ -14,7 +14,7 @@ import json
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -48,7 +48,7 @@ from parcompiler.runtime.mixed_precision import LEAST
 from parcompiler.runtime.predicting import Predictions
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rounds import Rounds
-from parcompiler.runtime.stage import Stage, Unfilled
+from parcompiler.runtime.stage import Stage, Unfilled, float32_by_default
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
 
@@ -896,9 +896,12 @@ class Worker:
             self._interpreter.check(batches)
             return batches
 
-    def _in_groups(self) -> AbstractContextManager[None]:
-        """In this context, layers find this rank's groups along the axes, and the data ranks."""
-        return within(*self._channels.axes.values())
+    @contextmanager
+    def _in_groups(self) -> Iterator[None]:
+        """In this context, layers find this rank's groups along the axes, and the data ranks; and
+        torch's default dtype is that of emitted code, whatever the process has."""
+        with float32_by_default(), within(*self._channels.axes.values()):
+            yield
 
     @contextmanager
     def _failing_together(

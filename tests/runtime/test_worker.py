@@ -47,6 +47,28 @@ def the_model(program: pc.Program) -> Mixed:
     return copy.deepcopy(program.model)
 
 
+class Scaled(Mixed):
+    """Makes floats of integers, and of nothing."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scale = (labels * 0.1 + torch.zeros(len(labels)).cos())[:, None]
+        return super().forward(x * scale, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_process_changes_nothing(dtype: torch.dtype) -> None:
+    data = batch(MICROBATCHES)
+    with compiled(Scaled()).worker() as worker:
+        wanted = worker.evaluate(data)
+        torch.set_default_dtype(dtype)
+        try:
+            found = worker.evaluate(data)
+            assert torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
+
+
 def test_a_step_has_the_loss_and_gradients_of_one_process(program: pc.Program) -> None:
     model, data = the_model(program), batch(MICROBATCHES)
     wanted = one_process(model, data, MICROBATCHES)
