@@ -38,6 +38,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from parcompiler.capture.loss import PREFIX
 from parcompiler.capture.patches import ModelMode
 from parcompiler.errors import CaptureError
 
@@ -78,6 +79,7 @@ class Known(ModelMode):
         self._may_read_fixed = reads_fixed
         self._reads_fixed = False  # before a model is traced
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._saved: list[tuple[dict[str, Any], str, str]] = []
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._spoiled: set[int] = set()
         self._draws: dict[int, torch.Tensor] = {}
@@ -103,6 +105,12 @@ class Known(ModelMode):
             for module, name, buffer in buffers
             if buffer is not None and id(buffer) not in saved
         ]
+        self._saved = [
+            (module._buffers, name, f"{path}.{name}".removeprefix(PREFIX))
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if id(buffer) in saved and _is_of_integers(buffer)
+        ]
         self._reads_fixed = self._may_read_fixed
 
     def _stand_in(self, value: Any) -> Any:
@@ -125,6 +133,8 @@ class Known(ModelMode):
                 answer = assumed()
                 if answer is not None:
                     return answer
+            if func == torch.Tensor.__bool__:
+                self._check_saved(args[0])
         iterate: Any = torch.Tensor.__iter__
         if func is iterate:
             return iter(self._followed(torch.unbind, args, {}, list(func(*args))))
@@ -218,6 +228,18 @@ class Known(ModelMode):
         if type(tensor) is torch.Tensor:  # not traced: an attribute
             return tensor if id(tensor) not in self._homes and _is_of_integers(tensor) else None
         return next((b for home, name, b in self._buffers if home.get(name) is tensor), None)
+
+    def _check_saved(self, tensor: torch.Tensor) -> None:
+        """Refuse a branch on a buffer that state dicts have, and say how it becomes a constant."""
+        for home, name, path in self._saved:
+            if home.get(name) is tensor:
+                message = (
+                    f"the forward branches on the buffer {path!r}, which a state dict may change: "
+                    f"if it never does, register it with persistent=False "
+                    f"(module.register_buffer({name!r}, module.{name}, persistent=False)); then it "
+                    "is a constant"
+                )
+                raise CaptureError(message)
 
     def _followed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """The result of a call, whose values are computed when those of all operands are known."""

@@ -313,3 +313,24 @@ def test_the_generator_is_left_alone() -> None:
     torch.manual_seed(3)
     capture(model, {"x": rows(WIDTH)})
     assert torch.equal(torch.rand(2), wanted)
+
+
+class Prepared(nn.Module):
+    """Branches on whether it has been prepared."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        self.register_buffer("ready", torch.tensor(True), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.ready else x - x.mean()
+        result: torch.Tensor = self.linear(x).sum()
+        return result
+
+
+def test_a_branch_on_a_buffer_that_is_saved_says_how_it_becomes_a_constant() -> None:
+    model = nn.Sequential(Prepared(persistent=True))
+    with pytest.raises(CaptureError, match=r"buffer '0\.ready', .* register it with persistent=F"):
+        capture(model, (rows(WIDTH),))
+    capture(nn.Sequential(Prepared(persistent=False)), (rows(WIDTH),))
