@@ -83,7 +83,8 @@ def settle_default(graph: fx.Graph) -> None:
         return
     for node in list(graph.nodes):
         if _follows_default(node):
-            _settle(node, dtype)
+            two_numbers = node.target == torch.ops.aten.where.Scalar
+            (_with_tensor if two_numbers else _settle)(node, dtype)
 
 
 def _follows_default(node: fx.Node) -> bool:
@@ -111,15 +112,25 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
     for operand in operands:
         cast = inserted(node, torch.ops.aten.to.dtype, operand, dtype)
         node.replace_input_with(operand, cast)
-    if not operands:  # `where` with two numbers: the first becomes a tensor
-        condition, first, second = node.args
-        to = {"dtype": dtype, "device": node.meta["val"].device}
-        with node.graph.inserting_before(node):
-            made = node.graph.create_node(
-                "call_function", torch.ops.aten.scalar_tensor.default, (first,), to, "number"
-            )
-        made.meta = {**node.meta, "val": node.meta["val"].new_empty((), dtype=dtype)}
-        node.target, node.args = torch.ops.aten.where.ScalarOther, (condition, made, second)
+    if not operands:  # `where` with two numbers
+        with node.graph.inserting_after(node):
+            after = node.graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
+        after.meta = dict(node.meta)
+        node.meta["val"] = node.meta["val"].to(torch.float32)  # which ranks have as the default
+        node.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
+
+
+def _with_tensor(node: fx.Node, dtype: torch.dtype) -> None:
+    """Make the first of the two numbers of a `where` a tensor: a cast of the result would keep the
+    rounding of float32."""
+    condition, first, second = node.args
+    to = {"dtype": dtype, "device": node.meta["val"].device}
+    with node.graph.inserting_before(node):
+        made = node.graph.create_node(
+            "call_function", torch.ops.aten.scalar_tensor.default, (first,), to, "number"
+        )
+    made.meta = {**node.meta, "val": node.meta["val"].new_empty((), dtype=dtype)}
+    node.target, node.args = torch.ops.aten.where.ScalarOther, (condition, made, second)
 
 
 _CASTS = {"float", "half", "bfloat16", "double"}

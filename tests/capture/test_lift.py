@@ -53,6 +53,10 @@ def integer_division(x: torch.Tensor) -> torch.Tensor:
 
 
 def two_numbers(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.where(torch.arange(WIDTH) > 2, 0.5, 2.0)
+
+
+def two_numbers_that_are_rounded(x: torch.Tensor) -> torch.Tensor:
     return x * torch.where(torch.arange(WIDTH) > 2, 0.1, 2.0)
 
 
@@ -126,7 +130,7 @@ def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("step", [integer_division, two_numbers, constants])
+@pytest.mark.parametrize("step", [integer_division, two_numbers_that_are_rounded, constants])
 def test_a_graph_keeps_the_default_dtype_that_it_was_captured_under(step: Step) -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -139,6 +143,15 @@ def test_a_graph_keeps_the_default_dtype_that_it_was_captured_under(step: Step) 
     values = [by_name.get(node.name, x) for node in nodes]
     (found,) = fx.Interpreter(fx.GraphModule({}, graph.fx_graph)).run(*values)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("step", [two_numbers, integer_division])
+def test_nodes_keep_their_operands_in_a_lifted_graph(step: Step) -> None:
+    """The placements of tensor ranks are those of the operands before."""
+    graph = capture(Wrapped(step), {"x": rows(WIDTH)})
+    before = {node.name: len(node.all_input_nodes) for node in graph.fx_graph.nodes}
+    after = {n.name: len(n.all_input_nodes) for n in lift(graph, torch.float64).fx_graph.nodes}
+    assert {name: after[name] for name in before} == before
 
 
 def test_a_graph_is_lifted_once() -> None:
