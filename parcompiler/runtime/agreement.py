@@ -2,6 +2,7 @@
 
     at the start           the program, and the scripts and weights of the exported folder
     before a call          training or evaluation, the number of micro-batches, digests of batches
+                           and of the optimizer's options
     before the first call  the order of what compiled layers exchange
     after loading weights  the tensors of which several ranks have copies:
         data ranks             at the same pipeline and tensor coordinate: all tensors
@@ -49,13 +50,15 @@ def check_programs(program: RankProgram, files: Fingerprint, channels: Channels)
 class WorkerCall(NamedTuple):
     """The call that a rank is about to begin; ranks exchange it before anything else.
 
-    `microbatches` is 0 if the rank refuses its batch, `digest` is 0 if batches are not compared.
+    `microbatches` is 0 if the rank refuses its batch; `digest`, of the batch, and `options`, of
+    those of the optimizer, are 0 if they are not compared.
     """
 
     training: int  # 1, and 0 in an evaluation
     every: int  # steps from one comparison to the next
     microbatches: int = 0
     digest: int = 0
+    options: int = 0
 
     def __str__(self) -> str:
         kind = "training" if self.training else "evaluation"
@@ -87,6 +90,30 @@ def difference_of_batches(program: RankProgram, digests: Sequence[int]) -> str:
                 f"coordinate ({data}) the same"
             )
     return ""
+
+
+def difference_of_options(
+    program: RankProgram,
+    digests: Sequence[int],
+    options: Mapping[str, str],
+    channels: Channels,
+) -> str:
+    """Which ranks would update pieces or copies of the same parameters in different ways, the same
+    text on all ranks; empty where none would. `digests` are those of the `options` of each rank. A
+    collective of all ranks where they differ."""
+    firsts = [program.grid.rank(program.grid.coordinate(r).pipeline) for r in range(len(digests))]
+    other = next((r for r, first in enumerate(firsts) if digests[r] != digests[first]), None)
+    if other is None:
+        return ""
+    first = firsts[other]
+    texts = channels.gather_texts(json.dumps(options if program.rank in (first, other) else {}))
+    one, two = (json.loads(texts[rank]) for rank in (first, other))
+    name = next((n for n in {**one, **two} if one.get(n) != two.get(n)), "")
+    return (
+        f"ranks {first} and {other} would update the same parameters differently ({name} of the "
+        f"optimizer is {one.get(name)} on rank {first}, {two.get(name)} on rank {other}): change "
+        "it by what all ranks have, as the step, or the loss that train_step returns"
+    )
 
 
 def digest_of_batch(microbatches: Sequence[Mapping[str, torch.Tensor]]) -> int:
@@ -184,8 +211,8 @@ def _is_compared(program: RankProgram, name: str) -> bool:
     return program.data > 1 or in_group or name in _ties(program)
 
 
-def combined(numbers: Iterable[tuple[str, int | None]]) -> int:
-    """A 60-bit digest of the digests of several tensors by name."""
+def combined(numbers: Iterable[tuple[str, int | str | None]]) -> int:
+    """A 60-bit digest of several values by name, or of digests of tensors."""
     text = json.dumps([*numbers])
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 

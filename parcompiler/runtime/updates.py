@@ -93,6 +93,18 @@ class Updates:
             raise InputError(message)
         return self._optimizer
 
+    def options(self) -> dict[str, str]:
+        """What the optimizer's groups are set to, by group and name, where all ranks with the same
+        parameters must have the same: not where data ranks train on their own for a while."""
+        if self._optimizer is None or self.rounds is not None or self.serving is not None:
+            return {}
+        return {
+            f"{name!r} of group {number}": repr(value)
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, bool | int | float | str | tuple | torch.Tensor)
+        }
+
     @property
     def exchanges(self) -> bool:
         """Whether ranks exchange norms or finiteness in `apply`."""

@@ -27,8 +27,10 @@ from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.agreement import (
     WorkerCall,
     check_programs,
+    combined,
     difference_of_batches,
     difference_of_calls,
+    difference_of_options,
     difference_of_weights,
     digest_of_batch,
 )
@@ -863,8 +865,15 @@ class Worker:
         self._watch.begin(call)
         if tells:
             digest = digest_of_batch(batches) if compares else 0
-            calls = self._gather_calls(WorkerCall(training, every, len(batches), digest))
-            if text := difference_of_calls(self.program, calls):
+            options = self._updates.options() if compares and training else {}
+            own = combined(options.items())
+            calls = self._gather_calls(WorkerCall(training, every, len(batches), digest, own))
+            text = difference_of_calls(self.program, calls)
+            if not text:
+                digests = [call.options for call in calls]
+                with self._failing_together():
+                    text = difference_of_options(self.program, digests, options, self._channels)
+            if text:
                 raise InputError(text)
         if loaded:
             with self._failing_together():

@@ -95,6 +95,18 @@ class Case:
             worker.step(bad)  # not compared
             self.attempt(worker.step, bad)
 
+    def another_learning_rate(self) -> None:
+        with pc.load(self.folder / "out").worker() as worker:
+            worker.check_batches = 2
+            optimizer = worker.set_optimizer(torch.optim.AdamW, lr=0.1)
+            good = self.own(worker)
+            worker.train_step(good)
+            optimizer.param_groups[0]["lr"] = 0.05 if self.odd else 0.1
+            worker.train_step(good)  # not compared
+            self.attempt(worker.train_step, good)
+            optimizer.param_groups[0]["lr"] = 0.1
+            self.attempt(worker.train_step, good)
+
     def a_batch_refused_by_one_rank(self) -> None:
         with pc.load(self.folder / "out").worker() as worker:
             good = self.own(worker)

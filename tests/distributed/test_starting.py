@@ -77,6 +77,15 @@ def test_a_script_that_is_edited_on_one_rank_is_refused_on_all(said: Said) -> No
     ]  # fmt: skip
 
 
+def test_another_learning_rate_on_one_data_rank_is_refused_on_all(said: Said) -> None:
+    for refused, loss_again in said["another_learning_rate"]:
+        assert refused.startswith(
+            "InputError: ranks 0 and 1 would update the same parameters differently ('lr' of group "
+            "0 of the optimizer is 0.1 on rank 0, 0.05 on rank 1): change it by what all ranks have"
+        )
+        assert float(loss_again) > 0
+
+
 def test_a_script_that_is_edited_on_all_ranks_runs(said: Said) -> None:
     for (text,) in said["a_script_edited_on_all_ranks"]:
         assert float(text) == pytest.approx(loss(), rel=1e-6)
