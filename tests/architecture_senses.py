@@ -76,12 +76,6 @@ def boxes(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def scores(outputs: Any) -> torch.Tensor:
-    """A loss on logits."""
-    loss: torch.Tensor = outputs.logits.square().mean()
-    return loss
-
-
 def scene() -> dict[str, Any]:
     """Images of which every pixel counts."""
     return {
@@ -287,11 +281,15 @@ _WHISPER: dict[str, Any] = {
 }
 _LIKE_WAV2VEC2 = "Wav2Vec2 Hubert WavLM UniSpeech UniSpeechSat SEW SEWD Data2VecAudio".split()
 
+
+def spoken() -> dict[str, torch.Tensor]:
+    """Sound with its transcript."""
+    return {"input_values": normal(400), "labels": integers(1, VOCABULARY, 4)}
+
+
 SPEECH: dict[str, Builder] = {
     **{
-        f"{n.lower()}-ctc": model(
-            f"{n}ForCTC", lambda: {"input_values": normal(400)}, scores, **SOUND
-        )
+        f"{n.lower()}-ctc": model(f"{n}ForCTC", spoken, **SOUND)
         for n in [*_LIKE_WAV2VEC2, "Wav2Vec2Conformer"]
     },
     "ast": model(

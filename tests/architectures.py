@@ -15,10 +15,8 @@ from tests.architecture_kinds import (
     T5,
     Builder,
     Case,
-    integers,
     mask,
     model,
-    normal,
     text,
 )
 from tests.architecture_senses import (
@@ -29,6 +27,7 @@ from tests.architecture_senses import (
     SPEECH,
     VISION,
     series,
+    spoken,
     vilt,
 )
 from tests.architecture_text import CAUSAL, MASKED, SEQUENCES
@@ -53,11 +52,6 @@ CHOSEN = {
     "led": "branches on masks that are constants",
     "phimoe": "a custom autograd Function, experts, noise",
 }
-
-
-def spoken() -> dict[str, torch.Tensor]:
-    """Sound with its transcript."""
-    return {"input_values": normal(400), "labels": integers(1, VOCABULARY, 4)}
 
 
 def masked_pair() -> dict[str, Any]:
@@ -146,10 +140,6 @@ REFUSED: dict[str, tuple[Builder, str]] = {
     "vilt: as many patches as an image's mask has": (
         lambda: vilt({"pixel_mask": torch.ones(ROWS, 32, 32, dtype=torch.long)}),
         r"'vilt.embeddings'.*modeling_vilt.py:\d+",
-    ),
-    "wav2vec2: a loss on as many labels as are not padding": (
-        model("Wav2Vec2ForCTC", spoken, **SOUND),
-        r"self.loss_function\(",
     ),
     "wav2vec2: layers dropped by chance": (
         model("Wav2Vec2ForCTC", spoken, **{**SOUND, "layerdrop": 0.1}),

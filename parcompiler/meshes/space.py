@@ -50,9 +50,9 @@ def space(
     >>> [(c.mesh.data, c.microbatches) for c in candidates if c.reason is None]
     [(2, 3), (2, 3), (1, 6), (1, 6)]
     >>> candidates[0].reason
-    '4 data ranks need a multiple of so many micro-batches (6)'
+    '4 data ranks need a number of micro-batches that 4 divides (6 given)'
     >>> candidates[2].reason
-    '4 stages need as many blocks (3)'
+    '4 stages need at least 4 blocks (3 found)'
     >>> candidates = space(Cluster(devices_per_node=4), {1: 4}, blocks=3, experts=6)
     >>> [(c.mesh.tensor, c.mesh.data, c.mesh.expert) for c in candidates if c.mesh.data > 1]
     [(1, 4, 1), (1, 4, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
