@@ -99,7 +99,9 @@ class Updates:
         if self._optimizer is None or self.rounds is not None or self.serving is not None:
             return {}
         return {
-            f"{name!r} of group {number}": repr(value)
+            f"{name!r} of group {number}": repr(
+                value.tolist() if isinstance(value, torch.Tensor) else value
+            )
             for number, group in enumerate(self._optimizer.param_groups)
             for name, value in group.items()
             if isinstance(value, bool | int | float | str | tuple | torch.Tensor)
