@@ -22,7 +22,7 @@ from parcompiler.passes.divide.task import DivisionTask
 
 Measure = Callable[[DivisionCosts], tuple[float, ...]]
 SWEEPS = 200  # over cuts, at most; a dozen is usual
-LARGE = 600  # blocks times stages from which on pairs are not improved: nothing was gained
+LARGE = 4000  # blocks times stages from which on pairs are not improved
 NEAR = 4  # cuts at either side of one that moved, which may move next
 REACH = 16  # cuts that move together; with 8 a step on unequal ranks was 4 % longer
 
