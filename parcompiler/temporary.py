@@ -6,7 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:  # torch is not imported where `parcompiler` alone is
+    import torch
 
 T = TypeVar("T")
 
@@ -24,7 +27,7 @@ def having(variable: ContextVar[T], value: T) -> Iterator[None]:
 @contextmanager
 def threads(number: int) -> Iterator[None]:
     """In this context, torch uses this many threads."""
-    import torch  # not where `parcompiler` alone is imported
+    import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(number)
@@ -32,6 +35,19 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In this context, torch makes floats of integers and of nothing in `dtype`."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

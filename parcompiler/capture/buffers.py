@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from parcompiler.capture.patches import patched
+from parcompiler.temporary import default_dtype
 
 SIMPLE = (bool, int, float, complex, str, torch.dtype)
 
@@ -69,22 +70,18 @@ def _made_again(module: nn.Module, default: torch.dtype) -> Iterator[nn.Module]:
     argument = _configuration(module)
     if argument is None:
         return
-    before = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device("cpu"),
-        torch.no_grad(), _parameters_on_meta(),
+        torch.no_grad(), _parameters_on_meta(), default_dtype(default),
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         try:
-            torch.set_default_dtype(default)
             state = torch.get_rng_state()
             yield type(module)(**copy.deepcopy(argument))
             if not torch.equal(state, torch.get_rng_state()):
                 yield type(module)(**copy.deepcopy(argument))
         except Exception:  # whatever a user's class raises
             return
-        finally:
-            torch.set_default_dtype(before)
 
 
 def _configuration(module: nn.Module) -> dict[str, Any] | None:

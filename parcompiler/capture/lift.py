@@ -23,6 +23,7 @@ from parcompiler.capture.effects import arguments_of
 from parcompiler.capture.patches import patched
 from parcompiler.capture.rewriting import copied, inserted
 from parcompiler.graph import Graph, is_floating, tensors_of
+from parcompiler.temporary import default_dtype
 
 
 def lift(graph: Graph, dtype: torch.dtype) -> Graph:
@@ -165,18 +166,14 @@ class _Lifting(TorchFunctionMode):
 
     def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """A constant rounded to the model's own precision, as in a captured graph."""
-        before = torch.get_default_dtype()
         narrow = self.model_dtype.itemsize == 2  # 16-bit constants only where it says so
-        torch.set_default_dtype(torch.float32 if narrow else self.model_dtype)
 
         def meant(leaf: Any) -> Any:  # tensors of a lifted 16-bit model have `dtype`
             return self.model_dtype if leaf is self.dtype else leaf
 
         swap = meant if narrow else _swap(self.model_dtype)
-        try:
+        with default_dtype(torch.float32 if narrow else self.model_dtype):
             made: torch.Tensor = func(*pytree.tree_map(swap, args), **pytree.tree_map(swap, kwargs))
-        finally:
-            torch.set_default_dtype(before)
         return made.to(_in(self.dtype, made.dtype))
 
 
@@ -204,17 +201,13 @@ def lifting(dtype: torch.dtype, model_dtype: torch.dtype = torch.float32) -> Ite
 
     Limits (`torch.finfo`) and constants stay those of `model_dtype`, as in a captured graph.
     """
-    before, finfo = torch.get_default_dtype(), torch.finfo
+    finfo = torch.finfo
 
     def limits(kind: torch.dtype | None = None) -> torch.finfo:
         return finfo(model_dtype if kind in (None, dtype) else kind)
 
-    torch.set_default_dtype(dtype)
-    try:
-        with patched(torch, finfo=limits), _Lifting(dtype, model_dtype):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), patched(torch, finfo=limits), _Lifting(dtype, model_dtype):
+        yield
 
 
 def lifted(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.dtype]:

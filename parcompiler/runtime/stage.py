@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -91,34 +91,11 @@ def name_in_model(place: str, names: Mapping[str, str], scope: str) -> str:
     return f"{scope if name.startswith('.') else ''}{name}{rest}"
 
 
-@contextmanager
-def float32_by_default() -> Iterator[None]:
-    """In this context, torch makes floats of integers and of nothing in float32, whatever the
-    process has: emitted code names every other dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 class Unfilled(TorchFunctionMode):
-    """In this context modules are made in float32 and uninitialized, as weights are loaded.
+    """In this context modules are made uninitialized, as weights are loaded.
 
     That draws no random numbers, and is fast for large modules.
     """
-
-    def __enter__(self) -> Unfilled:
-        """Make float32 the default, whatever the process has."""
-        self._dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
-
-    def __exit__(self, *error: object) -> None:
-        """Restore the default."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.set_default_dtype(self._dtype)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -50,9 +50,10 @@ from parcompiler.runtime.mixed_precision import LEAST
 from parcompiler.runtime.predicting import Predictions
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rounds import Rounds
-from parcompiler.runtime.stage import Stage, Unfilled, float32_by_default
+from parcompiler.runtime.stage import Stage, Unfilled
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
+from parcompiler.temporary import default_dtype
 
 if TYPE_CHECKING:
     from parcompiler.runtime.compiled.build import CompiledStages
@@ -908,8 +909,8 @@ class Worker:
     @contextmanager
     def _in_groups(self) -> Iterator[None]:
         """In this context, layers find this rank's groups along the axes, and the data ranks; and
-        torch's default dtype is that of emitted code, whatever the process has."""
-        with float32_by_default(), within(*self._channels.axes.values()):
+        torch's default dtype is float32, whatever the process has: emitted code names others."""
+        with default_dtype(torch.float32), within(*self._channels.axes.values()):
             yield
 
     @contextmanager

@@ -12,6 +12,7 @@ from parcompiler.capture.blocks import cut
 from parcompiler.codegen.modules import stage_classes
 from parcompiler.lower import Lowered
 from parcompiler.runtime.stage import Unfilled
+from parcompiler.temporary import default_dtype
 from tests.codegen.emitting import files_of, graph_of, lowered_by
 
 WIDTH = 4
@@ -99,7 +100,7 @@ def test_no_name_of_the_model_is_lost() -> None:
     state = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:
-        with Unfilled():
+        with default_dtype(torch.float32), Unfilled():
             made = stage_classes(lowered(), 0, "cpu")[0]()
         assert torch.get_default_dtype() == torch.float64
     finally:
