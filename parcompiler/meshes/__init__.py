@@ -259,7 +259,7 @@ class MeshSearch:
             shallow = [x for x in plain if x.candidate.mesh.pipeline <= SHALLOW] or plain
             if not near or _lowest(shallow) <= FIRST * _lowest(near):
                 return shallow
-        leads, short = [self._lead] if self.open else [], True
+        leads, short = [self._lead], True
         if self.planned:
             mesh, plan = self._best.candidate.mesh, self._best.plan
             leads.append(mesh)
