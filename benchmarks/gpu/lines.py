@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,23 +202,34 @@ def _originals(
     place: Place, config: llama.Config, compiled: bool
 ) -> Iterator[tuple[str, Step, float]]:
     """Those of the model itself, in a loop over the same micro-batches."""
-    torch.manual_seed(0)
-    model = llama.Llama(config).to(place.device, _dtype(place))
     batch = {name: x.to(place.device) for name, x in _batch(config, MICROBATCHES).items()}
     parts = [{name: x[k : k + 1] for name, x in batch.items()} for k in range(MICROBATCHES)]
 
-    def original(run: Callable[..., Tensor]) -> None:
+    def made(dtype: torch.dtype) -> llama.Llama:
+        torch.manual_seed(0)
+        return llama.Llama(config).to(place.device, dtype)
+
+    def original(model: nn.Module, run: Callable[..., Tensor], mixed: bool = False) -> None:
         model.zero_grad(set_to_none=True)
         for part in parts:
-            (run(**part) / MICROBATCHES).backward()
+            with torch.autocast(place.device.type, torch.bfloat16, enabled=mixed):
+                loss = run(**part) / MICROBATCHES
+            loss.backward()
 
+    model = made(_dtype(place))
     # the fused kernels of grouped attention are not counted
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        original(model)
+        original(model, model)
     flops = float(counter.get_total_flops())
-    yield "original, eager", partial(original, model), flops
+    yield "original, eager", partial(original, model, model), flops
     if compiled:
-        yield "original, compiled", partial(original, torch.compile(model)), flops
+        yield "original, compiled", partial(original, model, torch.compile(model)), flops
+    del model
+    model = made(torch.float32)
+    yield "original, autocast", partial(original, model, model, True), flops
+    if compiled:
+        step = partial(original, model, torch.compile(model), True)
+        yield "original, autocast, compiled", step, flops
 
 
 def synchronizations(place: Place) -> Iterator[Row]:
@@ -239,6 +250,25 @@ def synchronizations(place: Place) -> Iterator[Row]:
     yield Row("operators that wait", ", ".join(waits.found) or "none", "none", not waits.found)
     listed = ", ".join(f"{line} × {count}" for line, count in lines.items())
     yield Row("set_sync_debug_mode", listed or ("none" if place.large else "CUDA only"))
+
+
+def resumed(place: Place) -> Iterator[Row]:
+    """Whether a worker that loads a checkpoint goes on with the bits of the one that saved it."""
+    for way in ("asynchronously", "at once"):
+        ends = []
+        for flag in (False, True):
+            with Running(place, TINY, optimizer="adamw") as (_, worker, batch):
+                worker.set_optimizer(torch.optim.AdamW, lr=1e-2)
+                folder = place.folder / way
+                if flag:
+                    worker.load(folder)
+                else:
+                    worker.train_step(batch)
+                    worker.save(folder, asynchronous=way == "asynchronously")
+                worker.train_step(batch)
+                ends.append(worker.gather_state_dict())
+        equal = all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())
+        yield Row(f"saved {way}", "the same bits" if equal else "OTHERS", "the same bits", equal)
 
 
 class HostWaits(TorchDispatchMode):
@@ -265,13 +295,20 @@ LINES: Mapping[str, Callable[[Place], Iterator[Row]]] = {
     "kernels": kernels,
     "utilisation": utilisation,
     "synchronizations": synchronizations,
+    "resumed": resumed,
 }
 
 
 class Running:
     """A program of one rank and its worker, in the dtype of the place, within a `with`."""
 
-    def __init__(self, place: Place, config: llama.Config, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        place: Place,
+        config: llama.Config,
+        compiled: bool = False,
+        optimizer: str = "none",
+    ) -> None:
         torch.manual_seed(0)
         model, inputs = llama.Llama(config), _batch(config, 1)
         precision = "bf16" if place.large else None
@@ -281,7 +318,7 @@ class Running:
             inputs,
             microbatches=MICROBATCHES,
             precision=precision,
-            optimizer="none",
+            optimizer=optimizer,
             progress=False,
         )
         self._batch = _batch(config, MICROBATCHES)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import parcompiler as pc
 from parcompiler.models import dlrm, gpt, llama, moe, resnet, t5
@@ -24,7 +25,7 @@ def programs(ranks: int, compiled: bool) -> Iterator[tuple[str, str, Options, bo
     yield "two stages on one rank", "gpt", stages, False
     for way in ("full", "selective", "offload"):
         yield f"recompute {way}", "dropout", {**stages, "recompute": way}, False
-    for name in ("llama", "t5", "resnet", "dlrm", "moe"):
+    for name in ("llama", "t5", "resnet", "dlrm", "moe", "ctc"):
         yield name, name, {}, False
     for precision in ("bf16", "fp16"):
         yield precision, "llama", {"precision": precision}, False
@@ -74,6 +75,19 @@ def _of_ranks(ranks: int, compiled: bool) -> Iterator[tuple[str, str, Options, b
         yield f"tensor {half}, data 2, ZeRO 3", "gpt", mixed, False
 
 
+class Listener(nn.Module):
+    """Scores of letters over time, and their CTC loss; a zero is no letter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, sound: Tensor, letters: Tensor) -> Tensor:
+        scores = self.head(torch.tanh(self.layer(sound))).log_softmax(-1).transpose(0, 1)
+        times = torch.full((sound.shape[0],), sound.shape[1])
+        return F.ctc_loss(scores, letters, times, (letters > 0).sum(-1))
+
+
 def program(name: str, options: Options, device: str) -> pc.Program:
     """The program of a model with some options, planned for a device."""
     degrees = {key: value for key, value in options.items() if hasattr(pc.Mesh(), key)}
@@ -97,6 +111,9 @@ def _model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         return t5.T5(t5.Config(**SIZES | {"layers": 2})), {**text, "decoder_tokens": words}
     if name == "moe":
         return moe.MoE(moe.Config(**SIZES, experts=4, ffn=32)), text
+    if name == "ctc":
+        sound, letters = torch.randn(ROWS, 16, 8), torch.tensor([[1, 2, 2], [4, 3, 0]])
+        return Listener(), {"sound": sound, "letters": letters}
     if name == "resnet":
         config = resnet.PRESETS["tiny"]
         size = config.image_size

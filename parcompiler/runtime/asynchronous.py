@@ -81,6 +81,10 @@ class Serving:
         self._stepper: torch.optim.Optimizer | None = None
         self._options: list[tuple[int, Any]] = []
         self.record = array("h")
+        # The work of the server must not stand behind collectives of the main thread, in which
+        # other ranks join only when this server has answered them.
+        on_cuda = channels.device.type == "cuda"
+        self._stream = torch.cuda.Stream(channels.device) if on_cuda else None
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
         if self._serves:
             self._thread.start()
@@ -100,6 +104,7 @@ class Serving:
         """Let the server step with its own optimizer, which shares states and hooks with the
         user's."""
         self._options = [*_places(user)]  # before schedulers add theirs
+        self._follow()
         if self._serves:
             self._stepper = make()
             self._stepper.state = user.state
@@ -134,7 +139,8 @@ class Serving:
         self._channels.gather_numbers(0)
         if self._serves:
             self._masters.write()
-        weights = self._flat({name: p.detach() for name, p in self._parameters.items()})
+        named = {name: p.detach() for name, p in self._parameters.items()}
+        weights = [tensor.to(self._channels.device) for tensor in self._flat(named)]
         for tensor in weights:
             self._channels.give(tensor, self._ranks, 0).wait()
         self._fill(weights)
@@ -182,8 +188,14 @@ class Serving:
             return
 
     def restore(self, _: str, record: torch.Tensor) -> None:
-        """Continue from the record of a checkpoint."""
+        """Continue from the record of a checkpoint, or an empty one, with other weights."""
         self.record = array("h", record.tolist())
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let the server see what the main thread has written."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._channels.device))
 
     # Run by threads.
 
@@ -201,8 +213,9 @@ class Serving:
     def _serve(self) -> None:
         """Apply the updates of one data rank after another."""
         try:
-            for r in self._arriving():
-                self._update(r)
+            with torch.cuda.stream(self._stream):  # None: on a CPU
+                for r in self._arriving():
+                    self._update(r)
         except Exception as error:
             self._failed(error)
             self._released.put(error)
@@ -257,6 +270,8 @@ class Serving:
         for k in released(self._clocks, self._waiting, self._program.updates.staleness):
             if k == 0:
                 self._masters.write()
+                if self._stream is not None:
+                    self._stream.synchronize()
                 self._released.put(None)
                 continue
             weights = {n: self._masters.by_name[n].to(p.dtype) for n, p in self._parameters.items()}

@@ -18,6 +18,10 @@ from parcompiler.errors import LaunchError
 from parcompiler.runtime.program import RankProgram
 
 OVERRIDE = "PARCOMPILER_DEVICE"
+# A rank has a stream for each of its process groups. CUDA puts streams into 8 queues unless this
+# says more (32 at most), read when it starts: in one queue, a message that waits for its peer can
+# stand before the very message that the peer waits for, and all ranks hang.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 PORTS = range(15_000, 30_000)  # below the range of ephemeral ports
 _FIRST_NODE = re.compile(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)")  # of gpu[003-006,010],other

@@ -12,7 +12,6 @@ import atexit
 import inspect
 import json
 import warnings
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -798,7 +797,7 @@ class Worker:
         if self._interpreter.powersgd is not None:
             self._interpreter.powersgd.clear()
         if self._updates.serving is not None:
-            self._updates.serving.record = array("h")
+            self._updates.serving.restore("", torch.empty(0))
 
     def _run(self, batch: object, *, training: bool, kept: Kept | None = None) -> torch.Tensor:
         """Check the batch and execute a list; any failure stops every rank. `kept` is filled with

@@ -173,7 +173,8 @@ class Pool:
                 with suppress(ProcessLookupError):
                     os.killpg(process.parent.pid, signal.SIGKILL)
                 process.parent.wait()
-            for stream in (process.jobs, process.answers):
+            for stream in (process.jobs, process.answers, process.parent.stdin):
+                assert stream is not None
                 with suppress(OSError):  # data that it never read
                     stream.close()
 
@@ -247,7 +248,7 @@ def _start(count: int) -> list[RankProcess]:
     ends = [(read, write) for (read, _), (_, write) in zip(jobs, answers, strict=True)]
     parent = subprocess.Popen(
         [sys.executable, "-P", "-m", "parcompiler.verification.rank_process", json.dumps(ends)],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # ends when this process does
         pass_fds=[end for pair in ends for end in pair],
         env=environment,
         start_new_session=True,

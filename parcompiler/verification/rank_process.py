@@ -12,7 +12,9 @@ import importlib
 import itertools
 import json
 import os
+import signal
 import sys
+import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,19 @@ def main(pipes: list[tuple[int, int]]) -> None:
             os._exit(0)
         os.close(job_pipe)
         answers[pid] = answer_pipe
+    threading.Thread(target=_end_with_owner, daemon=True).start()
     while answers:
         pid, status = os.wait()
         cause = f"exit code {os.waitstatus_to_exitcode(status)}"
         with suppress(BrokenPipeError):  # the pool is gone
             os.write(answers.pop(pid), json.dumps({"died": cause}).encode() + b"\n")
+
+
+def _end_with_owner() -> None:
+    """Kill this process and its forks when the pool's process ends without closing it: ranks that
+    wait for each other on a GPU would occupy it for good."""
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def work(job_pipe: int, answer_pipe: int) -> None:

@@ -1,5 +1,7 @@
 """The processes behind verify(): whatever befalls one of them is told, and the next proof works."""
 
+import contextlib
+import json
 import os
 import signal
 import time
@@ -110,6 +112,35 @@ def test_a_process_that_fails_is_reported_within_seconds(
         run(pool, spoiled(program, tmp_path, line), patience)
     assert time.monotonic() - begin < 30
     assert not pool._processes  # so that the next one starts afresh
+
+
+def test_ranks_that_wait_end_with_a_process_that_was_killed(tmp_path: Path) -> None:
+    ends, told = os.pipe()
+    if (owner := os.fork()) == 0:  # dies without closing its pool
+        mine = Pool()
+        mine.start(1)
+        job = {"rank": 0, "size": 2, "device": "cpu", "store": str(tmp_path / "store")}
+        mine._processes[0].jobs.write(json.dumps(job).encode() + b"\n")  # rank 1 never comes
+        mine._processes[0].jobs.flush()
+        os.write(told, b"%d" % mine._processes[0].parent.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(owner, 0)
+    group, end = int(os.read(ends, 20)), time.monotonic() + 30
+    os.close(ends)
+    os.close(told)
+    while running(group) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not running(group)
+
+
+def running(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            state, _, of, *_ = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] if state != "Z" and int(of) == group else []
+    return found
 
 
 def test_an_interruption_passes_through_and_the_next_proof_works(
