@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -25,11 +26,31 @@ from parcompiler.runtime.samples import Samples, positions
 from parcompiler.runtime.tensor_files import read
 from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
+WRONG_USE = 2  # exit code, as argparse has it
+
 
 def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None:
     """Train the worker that `make` builds (with the command line's timeout, compiled or not) on a
-    file of batches or on random ones."""
-    options = command_line(arguments)
+    file of batches or on random ones.
+
+    Raises InputError for what cannot be run with these `arguments`. Without any, it is a script,
+    which prints the message, without a traceback on each rank, and ends with exit code 2.
+    """
+    if arguments is not None:
+        _run(make, command_line(arguments))
+        return
+    try:
+        _run(make, command_line())
+    except InputError as error:
+        rank, size = place() or (0, 1)
+        whose = f"rank {rank}: " if size > 1 else ""
+        lines = (str(error), *getattr(error, "__notes__", ()))
+        sys.stderr.write("".join(f"{whose}{line}\n" for line in lines))  # ranks write beside it
+        sys.exit(WRONG_USE)
+
+
+def _run(make: Callable[..., Worker], options: argparse.Namespace) -> None:
+    """`run`, by the options of its command line."""
     resuming.check(options)
     training.check(options)
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch

@@ -1,5 +1,6 @@
 """The command line of emitted scripts: the files that it reads, and what it stops at."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,20 @@ def test_options_that_no_run_can_have_are_refused_before_it(
     with pytest.raises(pc.InputError, match=text):
         run(lambda *_: pytest.fail("a rank started"), ["--steps", "6", *options.split()])
     assert "step" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "whose"), [("1", ""), ("2", "rank 1: ")])
+def test_a_script_prints_what_is_wrong_without_a_traceback(
+    size: str, whose: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", "--resume", "auto"])
+    if whose:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(SystemExit) as end:
+        run(lambda *_: pytest.fail("a rank started"))
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"{whose}--resume auto needs --save DIR")
 
 
 @pytest.mark.parametrize(
