@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from parcompiler.cost import collective
-from parcompiler.cost.vocabulary import vocabulary_rows
+from parcompiler.cost.vocabulary import held
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.graph import Parameter
 from parcompiler.instruction import Instruction, Kind, is_of_experts
@@ -129,7 +129,7 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
     not made in every step count with their share of a step.
     """
     sums = {item.label: item for item in lowered.shared}
-    by_name, updates = held(lowered), lowered.updates
+    by_name, updates = _held(lowered), lowered.updates
     known: dict[Hashable, float] = {}  # equal for all micro-batches
 
     def seconds(line: Instruction) -> float:
@@ -208,7 +208,7 @@ def server_seconds(problem: Problem, lowered: Lowered, line: Instruction, nbytes
 def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
     """Bytes through the link of the fullest server in a step, in both directions; and bytes of its
     optimizer states and masters, which the other data ranks do not have."""
-    by_name, loads = held(lowered), [(0, 0)]
+    by_name, loads = _held(lowered), [(0, 0)]
     for rank in range(lowered.size):
         own = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
         states = sum(item.numel * problem.bytes_of(item)[2] for item in own)
@@ -220,21 +220,13 @@ def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
 def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
     """Bytes of a sum of gradients as sent between ranks; only buckets are compressed."""
     updates = ALL_REDUCE if isinstance(item, TiedTensor) else lowered.updates
-    tensors = held(lowered)
+    tensors = _held(lowered)
     return sum(tensors[name].summed_nbytes(updates) for name in item.names)
 
 
-def held(lowered: Lowered) -> Mapping[str, Parameter]:
-    """The tensors by name, in the size in which a rank holds them: of a vocabulary on all ranks it
-    has rows."""
-    graph, ranks = lowered.graph, lowered.size * lowered.tensor
-    if lowered.vocabulary is None:
-        return graph.by_name
-
-    def find() -> Mapping[str, Parameter]:
-        return {**graph.by_name, **{item.name: item for item in vocabulary_rows(graph, ranks)}}
-
-    return graph.once(("held", ranks), find)
+def _held(lowered: Lowered) -> Mapping[str, Parameter]:
+    """The tensors by name, in the size in which a rank holds them."""
+    return held(lowered.graph, lowered.size * lowered.tensor)
 
 
 def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, int], float]:

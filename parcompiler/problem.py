@@ -37,6 +37,7 @@ from parcompiler.cost import (
 from parcompiler.cost.collective import slowest
 from parcompiler.cost.selective import running_again
 from parcompiler.cost.times import Bench, measured, modelled, modelled_on
+from parcompiler.cost.vocabulary import held
 from parcompiler.device import Device, Link
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of, tensors_of
 from parcompiler.mesh import Mesh
@@ -446,7 +447,7 @@ class Problem:
     @cached_property
     def bucket_bytes(self) -> int:
         """Upper bound on the staging memory of a rank's buckets, in bytes."""
-        summed = [x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1]
+        summed = [x for x in self._held if x.trainable and self.sharers(x) > 1]
         ranks = min(map(self.sharers, summed), default=1)
         packed = self.options.compression is not None  # a copy to send, and one to receive
         size = min(self.bucket, sum(item.gradient_nbytes for item in summed)) * (1 + packed)
@@ -455,10 +456,15 @@ class Problem:
         return max(size, self.largest_gradient if self.zero else 0)
 
     @cached_property
+    def _held(self) -> list[Parameter]:
+        """The parameters and buffers; of a vocabulary on all ranks the rows of one rank."""
+        return [*held(self.graph, self.mesh.pipeline * self.mesh.tensor).values()]
+
+    @cached_property
     def largest_gradient(self) -> int:
         """Bytes of the largest gradient that is staged by itself: one whose rows do not divide
         evenly among the data ranks is copied into shards of equal length."""
-        summed = (x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1)
+        summed = (x for x in self._held if x.trainable and self.sharers(x) > 1)
         copied = (x for x in summed if self.scatters or (x.shape and x.shape[0] % self.sharers(x)))
         return max((item.gradient_nbytes for item in copied), default=0)
 

@@ -11,7 +11,7 @@ The passes are run on tensors without data, as blocks are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -74,6 +74,18 @@ def vocabulary_rows(graph: Graph, ranks: int) -> list[Parameter]:
     """The tensors of which each rank holds rows, in the size of a rank's piece; tied ones once."""
     assert graph.vocabulary is not None
     return [_piece(graph.by_name[name], ranks) for name in graph.vocabulary.tensors]
+
+
+def held(graph: Graph, ranks: int) -> Mapping[str, Parameter]:
+    """The tensors by name, in the size in which a rank holds them: of a vocabulary on all ranks it
+    has rows."""
+    if graph.vocabulary is None:
+        return graph.by_name
+
+    def find() -> Mapping[str, Parameter]:
+        return {**graph.by_name, **{item.name: item for item in vocabulary_rows(graph, ranks)}}
+
+    return graph.once(("held", ranks), find)
 
 
 def _piece(item: Parameter, ranks: int) -> Parameter:

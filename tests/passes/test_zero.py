@@ -95,6 +95,19 @@ def test_data_ranks_exchange_their_rows_of_a_vocabulary_on_all_ranks(zero: int) 
     assert level.exchange == pytest.approx(lists, rel=0.05)
 
 
+def test_a_bucket_has_a_rank_s_rows_of_a_vocabulary_on_all_ranks() -> None:
+    """Room for the gradient of the whole table was kept free on every rank."""
+    with torch.device("meta"):
+        config = gpt.Config(layers=2, heads=2, hidden=64, vocabulary=65536, sequence=32, tied=False)
+        model, tokens = gpt.GPT(config), torch.zeros(1, 32, dtype=torch.long)
+    program = pc.compile(
+        model, pc.Mesh(2, data=2, device="h100"), (tokens, tokens), microbatches=2, zero=2,
+        vocabulary="vocab-1", schedule="1f1b", progress=False,
+    )  # fmt: skip
+    rows = 65536 // 2 * 64 * 4
+    assert local(program.problem, program.plan).bucket_bytes == rows * 3 // 2
+
+
 def test_states_are_shared_out_where_memory_wants_it() -> None:
     whole, shared = (max(compiled(zero=z).simulate().peak_memory) for z in (0, 1))
     states = 8 * sum(
