@@ -136,7 +136,7 @@ def _best_level(
     floors = {level: max(least, seconds) for level, seconds in bounds.items()}
     for share in sorted(open_to, key=lambda x: (floors[x.level], bounds[x.level], -x.level)):
         below = needed() - apart(share)
-        if floors[share.level] >= below:
+        if floors[share.level] >= below and (best or below < math.inf):
             continue
         try:
             trial = complete(at[share.level], below)
