@@ -123,7 +123,7 @@ class Problem:
     whether recomputed blocks are offloaded instead. With context ranks, `graph` is that of one of
     them, and `context` the sharding that made it. `bench` measures times where they are not
     modelled. `judge` gives the seconds of the lowered step of a plan, from the problem of a rank;
-    it is used where the estimate of the passes is not exact (see `zero.step_of`).
+    it is used where the estimate of the passes is not exact (see `exchange.step_of`).
     """
 
     graph: Graph

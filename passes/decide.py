@@ -18,7 +18,7 @@ from typing import Any
 
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InfeasibleError, InputError, PlanError
-from parcompiler.passes import DEFAULT, zero
+from parcompiler.passes import DEFAULT, exchange, zero
 from parcompiler.passes.base import GAIN, MARGIN, Bounding, Pass
 from parcompiler.passes.estimate import estimate, host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
@@ -134,7 +134,7 @@ def plainest(
 
 def step_of(problem: Problem, plan: Plan) -> float:
     """Seconds of a plan's step, with the data ranks' exchange that no compute hides."""
-    return zero.step_of(local(problem, plan), plan)
+    return exchange.step_of(local(problem, plan), plan)
 
 
 def check_host(problem: Problem, plan: Plan) -> None:

@@ -20,8 +20,8 @@ from typing import ClassVar
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import GAIN, Bounding, Pass, unbounded
 from parcompiler.passes.even import busy_bound, even_step, roomy_bound, shared_step
+from parcompiler.passes.exchange import step_of
 from parcompiler.passes.stage import StagePass
-from parcompiler.passes.zero import step_of
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank

@@ -19,12 +19,12 @@ from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.options import METHODS
 from parcompiler.passes.base import GAIN, Bounding, Pass, unbounded
 from parcompiler.passes.estimate import estimate
+from parcompiler.passes.exchange import step_of
 from parcompiler.passes.recompute import RecomputePass
 from parcompiler.passes.schedule import SchedulePass
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass, ideal
-from parcompiler.passes.zero import step_of
 from parcompiler.plan import Method, Plan, VocabularyChoice
 from parcompiler.problem import Problem
 from parcompiler.schedules import Schedule

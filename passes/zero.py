@@ -24,28 +24,21 @@ each data rank updates only its part: it also pays where the update is a large s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from parcompiler.cost import collective
-from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
-from parcompiler.graph import Parameter
-from parcompiler.instruction import COMPUTE, FINAL, Kind
 from parcompiler.passes.base import GAIN, MARGIN, Bounding
-from parcompiler.passes.estimate import costs, decisions, estimate, held, update_seconds
+from parcompiler.passes.estimate import estimate, update_seconds
+from parcompiler.passes.exchange import exchanges, step_of, tensors
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem, filled
-from parcompiler.schedules.planned import outline, shorter
-from parcompiler.timeline import StageCost
-
-DEEP = 16  # most ranks of a pipeline whose lowered step is simulated to choose a plan
+from parcompiler.schedules.planned import outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +164,7 @@ def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
     saved = update_seconds(none, plan) - max(
         sum(map(first.update_seconds, own)) for own in tensors(first, plan)
     )
-    late = [max(x.late for x in _exchanges(at, plan)) for at in (none, first)]
+    late = [max(x.late for x in exchanges(at, plan)) for at in (none, first)]
     return saved + late[0] - late[1] > MARGIN * whole.step
 
 
@@ -191,7 +184,7 @@ def _lower_bound(problem: Problem, plan: Plan) -> float:
 
 
 def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float:
-    """Lower bound on the seconds of `_exchanges` after the last compute if stages are even, at the
+    """Lower bound on the seconds of `exchanges` after the last compute if stages are even, at the
     level of `problem`, which is that of a rank. 0 at level 3, whose gathers and scatters are part
     of the seconds of blocks. With `again`, blocks may be recomputed in the backward, which hides
     more. It is False where the bound is added to a step without recomputation, which would take as
@@ -223,24 +216,6 @@ def _bucket_counts(problem: Problem) -> Counter[int]:
     return Counter(map(problem.sent_bytes, filled(summed, problem.bucket)))
 
 
-def step_of(problem: Problem, plan: Plan) -> float:
-    """Seconds of the step of a plan, with the exchange of data ranks after its last compute; at
-    level 0 where the level is still open. `problem` is that of a rank.
-
-    At level 3 of a pipeline gathers and scatters go one after another beside passes that also wait
-    for other stages, which stage costs cannot express: there the lowered step is simulated, unless
-    the pipeline is so DEEP that this takes too long.
-    """
-    if problem.gathers and problem.judge and 1 < plan.mesh.pipeline <= DEEP:
-        judge = problem.judge
-        return problem.once(("judged", *decisions(plan)), lambda: judge(problem, plan))
-    seconds = estimate(problem, plan).step_time
-    if problem.mesh.replicas == 1 or problem.options.asynchronous:
-        return seconds
-    whole = problem.at_zero(plan.zero or 0)
-    return seconds + max(exchange.late for exchange in _exchanges(whole, plan))
-
-
 def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
     """Memory and time of the stages of a plan at a level; `problem` is that of a rank."""
     problem = problem.at_zero(level)
@@ -248,8 +223,8 @@ def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
     compute = estimate(whole, plan).step_time - update_seconds(whole, plan)
     kept = [[*zip(*map(problem.kept_bytes, own), strict=True)] for own in tensors(problem, plan)]
     sizes = max(([*map(sum, columns)] for columns in kept), key=sum)
-    exchanges = _exchanges(problem, plan)
-    step = timing.step_time + max(exchange.late for exchange in exchanges)
+    found = exchanges(problem, plan)
+    step = timing.step_time + max(exchange.late for exchange in found)
     return DataShare(
         level=level,
         parameters=sizes[0],
@@ -258,128 +233,6 @@ def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
         memory=max(timing.peak_memory),
         fits=all(map(int.__le__, timing.peak_memory, problem.memories)),
         step=step,
-        exchange=max(exchange.seconds for exchange in exchanges),
+        exchange=max(exchange.seconds for exchange in found),
         exposed=step - update_seconds(problem, plan) - compute,
     )
-
-
-def tensors(problem: Problem, plan: Plan) -> list[list[Parameter]]:
-    """The parameters and buffers of each rank: of its stages, and its rows of the vocabulary."""
-    by_name, rows = problem.graph.by_name, _rows(problem, plan)
-    return [[*(by_name[name] for name in sorted(own)), *rows] for own in held(problem, plan)]
-
-
-def _rows(problem: Problem, plan: Plan) -> list[Parameter]:
-    """A rank's rows of the tables that all ranks share."""
-    if problem.graph.vocabulary is None:
-        return []
-    return vocabulary_rows(problem.graph, plan.mesh.pipeline * plan.mesh.tensor)
-
-
-class Exchange(NamedTuple):
-    """Seconds in which a rank exchanges with its data replicas in a step; `late` are those before
-    its first compute and after its last."""
-
-    seconds: float
-    late: float
-
-
-def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
-    """The exchange of each rank at the level of a problem, as the simulator times it. Sums begin as
-    gradients become final in the last backward, from level 2 on in each. The first forward begins
-    so late that parameters gathered beside it come before they are read, if all buckets have equal
-    parts in it."""
-    m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
-    units = _unit_seconds(problem, plan)
-    stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # equally long below 3
-    made, found = _gradient_bytes(problem, plan), []
-    for rank, own in enumerate(tensors(problem, plan)):
-        bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
-        count, sums, gathers = 0, 0.0, 0.0
-        for expert in (None, 0):  # experts apart from all others
-            items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
-            items = [item for item in items if problem.sharers(item) > 1]
-            ranks = problem.mesh.grid.replicas([rank], expert=expert)
-            each = functools.cache(functools.partial(collective.joined, problem.mesh, ranks=ranks))
-            for bucket in filled(items, problem.bucket):
-                count += 1
-                action = "reduce-scatter" if level else "all-reduce"
-                sums += each(action, nbytes=problem.sent_bytes(bucket))
-                if level:
-                    gathers += each("all-gather", nbytes=sum(item.nbytes for item in bucket))
-        count = max(1, count)
-        mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
-        first = placement.index(rank)  # it waits for the stages before it anyway
-        part = made[first] / max(
-            1, sum(x for x, r in zip(made, placement, strict=True) if r == rank)
-        )
-        waits = max(gathers / count, gathers * part - mine[0].forward * (1 - 1 / count))
-        waits = max(0.0, waits - sum(cost.forward for cost in stages[:first]))
-        seconds = sums + gathers
-        late = max(sums / count, _late_sums(problem, plan, rank, sums, made, stages)) + waits
-        if level >= 2:
-            compute = sum(cost.forward + cost.backward for cost in mine)
-            seconds += (m - 1) * sums
-            late += (m - 1) * max(0.0, sums - compute)
-        if units[rank]:  # gathered for both passes; the first and the last beside no other block
-            seconds += m * sum(2 * gather + scatter for gather, scatter in units[rank])
-            late = max(late, sum(units[rank][0]))
-        found.append(Exchange(seconds, late))
-    return found
-
-
-def _gradient_bytes(problem: Problem, plan: Plan) -> list[int]:
-    """Bytes of the gradients that the blocks of each stage make."""
-    items = (item for item in problem.graph.parameters if item.trainable)
-    trained = {item.name: item.summed_nbytes() for item in items}
-    sizes = {
-        block.name: sum(trained.get(name, 0) for name in {x.name for x in block.tensors})
-        for block in problem.under(plan).cut.blocks
-    }
-    return [sum(sizes[name] for name in choice.blocks) for choice in plan.stages or ()]
-
-
-def _late_sums(
-    problem: Problem,
-    plan: Plan,
-    rank: int,
-    sums: float,
-    made: Sequence[int],
-    stages: Sequence[StageCost],
-) -> float:
-    """Seconds by which the sums of a rank's gradients end after its last compute, or after what
-    other ranks compute then. The sums of a stage begin in its last backward, after its last block,
-    or after the whole backward where it comes in two parts."""
-    if plan.stages is None:
-        return sums
-    priced = problem.at_zero("auto").under(plan).on(rank)
-    backward = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
-    own = {j: made[j] for j, choice in enumerate(plan.stages) if choice.rank == rank}
-    order, left, later = shorter(plan).orders[rank], 0.0, 0.0
-    if order[-1].kind is Kind.BACKWARD:  # which the stages before it are waiting for
-        later = sum(cost.backward - cost.weight for cost in stages[: order[-1].stage])
-    ends: list[tuple[float, int]] = []  # of the last backward of each stage, with the bytes made
-    for kind, j, _ in reversed(order):
-        if kind in FINAL and j in own:
-            inside = plan.stages[j].blocks[:-1] if kind is Kind.BACKWARD else ()
-            ends.append((-left - sum(backward[name] for name in inside), own.pop(j)))
-        if not own:
-            break
-        left += stages[j].seconds(kind) if kind in COMPUTE else 0.0
-    total, end = sum(size for _, size in ends) or 1, -math.inf
-    for begin, size in reversed(ends):
-        end = max(end, begin) + sums * size / total
-    return end - later
-
-
-def _unit_seconds(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:
-    """By rank, the seconds in which the parameters of each of its blocks are gathered, and the
-    gradients scattered; empty below level 3."""
-    found: list[list[tuple[float, float]]] = [[] for _ in range(plan.mesh.pipeline)]
-    if problem.gathers:
-        priced = problem.under(plan)
-        blocks = [block.name for block in priced.cut.blocks]
-        by_name = dict(zip(blocks, problem.exchanges(priced), strict=True))
-        for choice in plan.stages or ():
-            found[choice.rank] += [by_name[name] for name in choice.blocks]
-    return found

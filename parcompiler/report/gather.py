@@ -17,7 +17,8 @@ from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.lower import Lowered, StageProgram
 from parcompiler.passes.estimate import host_bytes
-from parcompiler.passes.zero import DataShare, share_of, tensors
+from parcompiler.passes.exchange import tensors
+from parcompiler.passes.zero import DataShare, share_of
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
 from parcompiler.problem import LEVELS, Problem

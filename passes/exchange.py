@@ -1,0 +1,165 @@
+"""The exchange of data ranks in a step: sums of gradients, and gathers of parameters.
+
+compute     F0 F1 B0 B1 | update
+sums                 s1   s0          `late`: after the last compute,
+gathers   g0 g1                       and before the first
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parcompiler.cost import collective
+from parcompiler.cost.vocabulary import vocabulary_rows
+from parcompiler.graph import Parameter
+from parcompiler.instruction import COMPUTE, FINAL, Kind
+from parcompiler.passes.estimate import costs, decisions, estimate, held
+from parcompiler.plan import Plan
+from parcompiler.problem import Problem, filled
+from parcompiler.schedules.planned import outline, shorter
+from parcompiler.timeline import StageCost
+
+DEEP = 16  # most ranks of a pipeline whose lowered step is simulated to choose a plan
+
+
+def step_of(problem: Problem, plan: Plan) -> float:
+    """Seconds of the step of a plan, with the exchange of data ranks after its last compute; at
+    level 0 where the level is still open. `problem` is that of a rank.
+
+    At level 3 of a pipeline gathers and scatters go one after another beside passes that also wait
+    for other stages, which stage costs cannot express: there the lowered step is simulated, unless
+    the pipeline is so DEEP that this takes too long.
+    """
+    if problem.gathers and problem.judge and 1 < plan.mesh.pipeline <= DEEP:
+        judge = problem.judge
+        return problem.once(("judged", *decisions(plan)), lambda: judge(problem, plan))
+    seconds = estimate(problem, plan).step_time
+    if problem.mesh.replicas == 1 or problem.options.asynchronous:
+        return seconds
+    whole = problem.at_zero(plan.zero or 0)
+    return seconds + max(exchange.late for exchange in exchanges(whole, plan))
+
+
+def tensors(problem: Problem, plan: Plan) -> list[list[Parameter]]:
+    """The parameters and buffers of each rank: of its stages, and its rows of the vocabulary."""
+    by_name, rows = problem.graph.by_name, _rows(problem, plan)
+    return [[*(by_name[name] for name in sorted(own)), *rows] for own in held(problem, plan)]
+
+
+def _rows(problem: Problem, plan: Plan) -> list[Parameter]:
+    """A rank's rows of the tables that all ranks share."""
+    if problem.graph.vocabulary is None:
+        return []
+    return vocabulary_rows(problem.graph, plan.mesh.pipeline * plan.mesh.tensor)
+
+
+class Exchange(NamedTuple):
+    """Seconds in which a rank exchanges with its data replicas in a step; `late` are those before
+    its first compute and after its last."""
+
+    seconds: float
+    late: float
+
+
+def exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
+    """The exchange of each rank at the level of a problem, as the simulator times it. Sums begin as
+    gradients become final in the last backward, from level 2 on in each. The first forward begins
+    so late that parameters gathered beside it come before they are read, if all buckets have equal
+    parts in it."""
+    m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
+    units = _unit_seconds(problem, plan)
+    stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # equally long below 3
+    made, found = _gradient_bytes(problem, plan), []
+    for rank, own in enumerate(tensors(problem, plan)):
+        bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
+        count, sums, gathers = 0, 0.0, 0.0
+        for expert in (None, 0):  # experts apart from all others
+            items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
+            items = [item for item in items if problem.sharers(item) > 1]
+            ranks = problem.mesh.grid.replicas([rank], expert=expert)
+            each = functools.cache(functools.partial(collective.joined, problem.mesh, ranks=ranks))
+            for bucket in filled(items, problem.bucket):
+                count += 1
+                action = "reduce-scatter" if level else "all-reduce"
+                sums += each(action, nbytes=problem.sent_bytes(bucket))
+                if level:
+                    gathers += each("all-gather", nbytes=sum(item.nbytes for item in bucket))
+        count = max(1, count)
+        mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
+        first = placement.index(rank)  # it waits for the stages before it anyway
+        part = made[first] / max(
+            1, sum(x for x, r in zip(made, placement, strict=True) if r == rank)
+        )
+        waits = max(gathers / count, gathers * part - mine[0].forward * (1 - 1 / count))
+        waits = max(0.0, waits - sum(cost.forward for cost in stages[:first]))
+        seconds = sums + gathers
+        late = max(sums / count, _late_sums(problem, plan, rank, sums, made, stages)) + waits
+        if level >= 2:
+            compute = sum(cost.forward + cost.backward for cost in mine)
+            seconds += (m - 1) * sums
+            late += (m - 1) * max(0.0, sums - compute)
+        if units[rank]:  # gathered for both passes; the first and the last beside no other block
+            seconds += m * sum(2 * gather + scatter for gather, scatter in units[rank])
+            late = max(late, sum(units[rank][0]))
+        found.append(Exchange(seconds, late))
+    return found
+
+
+def _gradient_bytes(problem: Problem, plan: Plan) -> list[int]:
+    """Bytes of the gradients that the blocks of each stage make."""
+    items = (item for item in problem.graph.parameters if item.trainable)
+    trained = {item.name: item.summed_nbytes() for item in items}
+    sizes = {
+        block.name: sum(trained.get(name, 0) for name in {x.name for x in block.tensors})
+        for block in problem.under(plan).cut.blocks
+    }
+    return [sum(sizes[name] for name in choice.blocks) for choice in plan.stages or ()]
+
+
+def _late_sums(
+    problem: Problem,
+    plan: Plan,
+    rank: int,
+    sums: float,
+    made: Sequence[int],
+    stages: Sequence[StageCost],
+) -> float:
+    """Seconds by which the sums of a rank's gradients end after its last compute, or after what
+    other ranks compute then. The sums of a stage begin in its last backward, after its last block,
+    or after the whole backward where it comes in two parts."""
+    if plan.stages is None:
+        return sums
+    priced = problem.at_zero("auto").under(plan).on(rank)
+    backward = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
+    own = {j: made[j] for j, choice in enumerate(plan.stages) if choice.rank == rank}
+    order, left, later = shorter(plan).orders[rank], 0.0, 0.0
+    if order[-1].kind is Kind.BACKWARD:  # which the stages before it are waiting for
+        later = sum(cost.backward - cost.weight for cost in stages[: order[-1].stage])
+    ends: list[tuple[float, int]] = []  # of the last backward of each stage, with the bytes made
+    for kind, j, _ in reversed(order):
+        if kind in FINAL and j in own:
+            inside = plan.stages[j].blocks[:-1] if kind is Kind.BACKWARD else ()
+            ends.append((-left - sum(backward[name] for name in inside), own.pop(j)))
+        if not own:
+            break
+        left += stages[j].seconds(kind) if kind in COMPUTE else 0.0
+    total, end = sum(size for _, size in ends) or 1, -math.inf
+    for begin, size in reversed(ends):
+        end = max(end, begin) + sums * size / total
+    return end - later
+
+
+def _unit_seconds(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:
+    """By rank, the seconds in which the parameters of each of its blocks are gathered, and the
+    gradients scattered; empty below level 3."""
+    found: list[list[tuple[float, float]]] = [[] for _ in range(plan.mesh.pipeline)]
+    if problem.gathers:
+        priced = problem.under(plan)
+        blocks = [block.name for block in priced.cut.blocks]
+        by_name = dict(zip(blocks, problem.exchanges(priced), strict=True))
+        for choice in plan.stages or ():
+            found[choice.rank] += [by_name[name] for name in choice.blocks]
+    return found
