@@ -27,7 +27,7 @@ from parcompiler.errors import InfeasibleError, InputError, LaunchError
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
 from parcompiler.mesh import Cluster, Mesh
-from parcompiler.meshes import MicrobatchSizes, search, wanted_rows
+from parcompiler.meshes import MeshSearch, MicrobatchSizes, wanted_rows
 from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT, Pass
@@ -84,7 +84,7 @@ def flow(
                 problem = on_axes(bare, plan)
             if not isinstance(mesh, Cluster):
                 return captured, problem, _planned(problem, chosen, plan, steps)
-            found, problem, best = search(
+            search = MeshSearch(
                 MicrobatchSizes(problem, captured, wanted),
                 mesh,
                 chosen,
@@ -92,6 +92,7 @@ def flow(
                 check_lowered,
                 steps,
             )
+            found, problem, best = search.answer()
             return found, problem, _with_costs(local(problem, best), best)
 
         try:

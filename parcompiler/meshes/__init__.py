@@ -70,33 +70,12 @@ FIRST = 1.25  # times the lowest bound: slower plans do not count while other me
 
 __all__ = [
     "GIVEN",
-    "Check",
-    "CheckLowered",
+    "MeshSearch",
     "MicrobatchSizes",
     "Wanted",
     "global_microbatches",
-    "search",
     "wanted_rows",
 ]
-
-
-def search(
-    sizes: MicrobatchSizes,
-    cluster: Cluster,
-    passes: Sequence[Pass],
-    check: Check,
-    check_lowered: CheckLowered,
-    observer: Observer,
-) -> tuple[Graph, Problem, Plan]:
-    """The best mesh: the captured graph, its problem and plan, which lists all weighed meshes.
-
-    `check` raises InputError for options that a mesh cannot have, `check_lowered` for those that
-    the stages of a plan cannot have. Raises InfeasibleError, with the least memory that would do,
-    when nothing fits, and the InputError of the options when no mesh can have them.
-    """
-    state = MeshSearch(sizes, cluster, passes, check, check_lowered, observer)
-    state.weigh_all()
-    return state.answer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +100,27 @@ class Unweighed:
     even: LeastStep | None = None
 
 
+@dataclass
 class MeshSearch:
-    """The state of a search: the planned meshes, and the bounds of all others."""
+    """A search: the planned meshes, and the bounds of all others.
 
-    def __init__(
-        self,
-        sizes: MicrobatchSizes,
-        cluster: Cluster,
-        passes: Sequence[Pass],
-        check: Check,
-        check_lowered: CheckLowered,
-        observer: Observer,
-    ) -> None:
-        self.sizes, self.cluster, self.passes = sizes, cluster, passes
-        self.check, self.check_lowered, self.observer = check, check_lowered, observer
-        with observer("bounds of meshes"):
-            self.faults = {rows: sizes.fault(rows) for rows in sizes.rows}
+    `check` raises InputError for options that a mesh cannot have, `check_lowered` for those that
+    the stages of a plan cannot have.
+    """
+
+    sizes: MicrobatchSizes
+    cluster: Cluster
+    passes: Sequence[Pass]
+    check: Check
+    check_lowered: CheckLowered
+    observer: Observer
+
+    def __post_init__(self) -> None:
+        """List the meshes."""
+        with self.observer("bounds of meshes"):
+            self.faults = {rows: self.sizes.fault(rows) for rows in self.sizes.rows}
             possible = [rows for rows, fault in self.faults.items() if fault is None]
-            self.bounds = {(rows, 1): Bounds(sizes.at(rows)) for rows in possible}
+            self.bounds = {(rows, 1): Bounds(self.sizes.at(rows)) for rows in possible}
             self.candidates = list(self._candidates())
         self.planned: list[Incumbent] = []
         self.open: list[Unweighed] = []
@@ -149,7 +131,38 @@ class MeshSearch:
         self.cramped: list[Mesh] = []  # meshes that memory excluded although they might have won
         self.stopped = False  # whether an interrupt ended the search
 
-    def weigh_all(self) -> None:
+    def answer(self) -> tuple[Graph, Problem, Plan]:
+        """The best mesh: the captured graph, its problem and its plan.
+
+        The plan lists its mesh first, then planned meshes by their seconds, then the others by
+        their bounds. Its runner-up is the fastest of the plans that were not taken. Raises
+        InfeasibleError, with the least memory that would do, when nothing fits, and the InputError
+        of the options when no mesh can have them.
+        """
+        self._weigh_all()
+        best = self._plainest()
+        others = [self.choices[one.candidate.place] for one in self.planned if one is not best]
+        others += [best.plan.runner_up] if best.plan.runner_up else []
+        following = min(others, key=lambda choice: choice.seconds or 0.0, default=None)
+        for item in self.open:
+            if not self._is_rare(item.candidate) or item.why != WORK:
+                self._note(item.candidate, seconds=item.bound, reason=item.why)
+        if self.stopped:
+            self._tell_interrupt()
+
+        def rank(choice: MeshChoice) -> tuple[int, float]:
+            if choice.seconds is None:
+                return (4, 0.0) if choice.memory is None else (3, choice.memory)
+            if choice is self.choices[best.candidate.place]:
+                return 0, 0.0
+            return (1 if choice.reason is None else 2), choice.seconds
+
+        graph = self.sizes.graphs[best.candidate.rows]
+        problem = dataclasses.replace(best.problem, explain=True)
+        meshes = tuple(sorted(self.choices.values(), key=rank))
+        return graph, problem, dataclasses.replace(best.plan, meshes=meshes, runner_up=following)
+
+    def _weigh_all(self) -> None:
         """Weigh every mesh that may be the answer, the one with the lowest bound first."""
         is_even = self._evenly
         self.open = [
@@ -177,34 +190,6 @@ class MeshSearch:
                 message = f"no mesh of the cluster is possible: {'; '.join(reasons[:4])}"
                 raise InputError(message)
             raise nothing_fits(self.cluster, self.sizes, possible, self.passes)
-
-    def answer(self) -> tuple[Graph, Problem, Plan]:
-        """The captured graph, the problem and the plan of the answer.
-
-        The plan lists its mesh first, then planned meshes by their seconds, then the others by
-        their bounds. Its runner-up is the fastest of the plans that were not taken.
-        """
-        best = self._plainest()
-        others = [self.choices[one.candidate.place] for one in self.planned if one is not best]
-        others += [best.plan.runner_up] if best.plan.runner_up else []
-        following = min(others, key=lambda choice: choice.seconds or 0.0, default=None)
-        for item in self.open:
-            if not self._is_rare(item.candidate) or item.why != WORK:
-                self._note(item.candidate, seconds=item.bound, reason=item.why)
-        if self.stopped:
-            self._tell_interrupt()
-
-        def rank(choice: MeshChoice) -> tuple[int, float]:
-            if choice.seconds is None:
-                return (4, 0.0) if choice.memory is None else (3, choice.memory)
-            if choice is self.choices[best.candidate.place]:
-                return 0, 0.0
-            return (1 if choice.reason is None else 2), choice.seconds
-
-        graph = self.sizes.graphs[best.candidate.rows]
-        problem = dataclasses.replace(best.problem, explain=True)
-        meshes = tuple(sorted(self.choices.values(), key=rank))
-        return graph, problem, dataclasses.replace(best.plan, meshes=meshes, runner_up=following)
 
     def _plainest(self) -> Incumbent:
         """The best mesh with its plainest plan that is fast enough."""
