@@ -10,14 +10,14 @@ from parcompiler.solver import Agenda, UndecidedError, agree
 
 
 def shop(seed: int, jobs: int) -> tuple[Agenda, list[tuple[int, int]], int]:
-    """Each job goes over two machines, with a delay; so much of it is stored in between."""
+    """Each job goes over two machines; so much of it is stored in between."""
     chance = random.Random(seed)
     agenda = Agenda(horizon=100)
     pairs = []
     for i in range(jobs):
         first = agenda.task(f"a{i}", chance.randint(1, 5))
         second = agenda.task(f"b{i}", chance.randint(1, 5))
-        agenda.after(first, second, chance.randint(0, 3))
+        agenda.after(first, second)
         pairs.append((first, second))
     agenda.machines += [[first for first, _ in pairs], [second for _, second in pairs]]
     together = chance.randint(1, jobs)
@@ -29,7 +29,6 @@ def by_hand(
     agenda: Agenda, pairs: list[tuple[int, int]], together: int, orders: list[tuple[int, ...]]
 ) -> int:
     """The makespan when the machines take the jobs in these orders; 1000 when none is possible."""
-    delay = {first: t for first, _, t in agenda.delays}
     ends: dict[int, int] = {}
     free, done = [0, 0], [0, 0]
     while done != [len(pairs)] * 2:
@@ -48,7 +47,7 @@ def by_hand(
             if machine == 1:
                 if pairs[job][0] not in ends:
                     continue
-                begin = max(begin, ends[pairs[job][0]] + delay[pairs[job][0]])
+                begin = max(begin, ends[pairs[job][0]])
             ends[task] = free[machine] = begin + agenda.durations[task]
             done[machine] += 1
             progress = True

@@ -25,16 +25,14 @@ Check = Callable[[Mesh, Options], None]
 CheckLowered = Callable[[Lowered], None]
 
 
-def planned(
-    problem: Problem, passes: Sequence[Pass], rows: int | None = None
-) -> tuple[Plan, MeshChoice]:
-    """The fastest plan of a problem, whose micro-batches have `rows` rows, and its figures.
+def planned(problem: Problem, passes: Sequence[Pass]) -> tuple[Plan, MeshChoice]:
+    """The fastest plan of a problem, and its figures.
 
     Raises what the passes raise: InfeasibleError when nothing fits, InputError for options that
     this mesh cannot have.
     """
     plan = fastest(problem, passes)
-    return plan, figures(problem, plan, rows)
+    return plan, figures(problem, plan, None)
 
 
 def unplanned(candidate: Candidate) -> MeshChoice:

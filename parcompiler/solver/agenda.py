@@ -2,10 +2,10 @@
 
 Given       d[k]        duration of task k
             machines    sets of tasks of which no two run at once
-            delays      (a, b, t): b begins t or more after the end of a
+            sequences   (a, b): b begins after the end of a
             stores      capacities for items, each taken in when its first task begins and given
                         back when its second ends
-Decide      x[k]        the start of task k, between its earliest and the horizon
+Decide      x[k]        the start of task k, between 0 and the horizon
 Minimize    max over k of x[k] + d[k]
 
 All numbers are whole, so the answer is exact.
@@ -49,22 +49,20 @@ class Agenda:
     horizon: int
     names: list[str] = field(default_factory=list)
     durations: list[int] = field(default_factory=list)
-    earliest: list[int] = field(default_factory=list)
-    delays: list[tuple[int, int, int]] = field(default_factory=list)
+    sequences: list[tuple[int, int]] = field(default_factory=list)
     machines: list[Sequence[int]] = field(default_factory=list)
     stores: list[tuple[int, Sequence[Held]]] = field(default_factory=list)  # capacity, items
     hints: dict[int, int] = field(default_factory=dict)
 
-    def task(self, name: str, duration: int, earliest: int = 0) -> int:
+    def task(self, name: str, duration: int) -> int:
         """Add a task; returns its number."""
         self.names.append(name)
         self.durations.append(duration)
-        self.earliest.append(earliest)
         return len(self.names) - 1
 
-    def after(self, first: int, second: int, delay: int = 0) -> None:
-        """Demand that `second` begins `delay` or more after the end of `first`."""
-        self.delays.append((first, second, delay))
+    def after(self, first: int, second: int) -> None:
+        """Demand that `second` begins after the end of `first`."""
+        self.sequences.append((first, second))
 
     def store(self, room: int, things: Iterable[Held]) -> None:
         """Demand that the items held at once are no larger than `room` together."""
@@ -113,10 +111,8 @@ def _model(
 ) -> tuple[list[cp_model.IntVar], cp_model.IntVar]:
     """The variables of CP-SAT: the start of each task, and the makespan."""
     begins = [
-        target.new_int_var(earliest, max(agenda.horizon - duration, earliest), name)
-        for name, duration, earliest in zip(
-            agenda.names, agenda.durations, agenda.earliest, strict=True
-        )
+        target.new_int_var(0, max(agenda.horizon - duration, 0), name)
+        for name, duration in zip(agenda.names, agenda.durations, strict=True)
     ]
     spans = [
         target.new_fixed_size_interval_var(begin, duration, name)
@@ -125,8 +121,8 @@ def _model(
     makespan = target.new_int_var(0, agenda.horizon, "makespan")
     for begin, duration in zip(begins, agenda.durations, strict=True):
         target.add(begin + duration <= makespan)
-    for first, second, delay in agenda.delays:
-        target.add(begins[first] + agenda.durations[first] + delay <= begins[second])
+    for first, second in agenda.sequences:
+        target.add(begins[first] + agenda.durations[first] <= begins[second])
     for tasks in agenda.machines:
         target.add_no_overlap([spans[k] for k in tasks])
     for room, things in agenda.stores:

@@ -165,12 +165,12 @@ def replicated(call: NodeCall) -> tuple[Strategy, ...]:
 
 
 def expand(
-    rule: Rule, call: NodeCall, n: int, *, uneven: bool, segments: Sequence[Segments]
+    rule: Rule, call: NodeCall, n: int, *, segments: Sequence[Segments]
 ) -> Iterator[Strategy]:
     """The strategies of a rule on `n` ranks: splits of each word, then summands passed through.
 
-    `uneven` allows pieces of different sizes. `segments` are divisions of dimensions that may also
-    be split within each segment.
+    Pieces may differ by an element. `segments` are divisions of dimensions that may also be split
+    within each segment.
     """
     formula = Formula.parse(rule.formula)
     named = [(word, size.whole) for word, size in rule.sizes]
@@ -180,7 +180,7 @@ def expand(
     for word, grain in bound.grain.items():
         if grain // n < rule.least:
             continue
-        if grain % n == 0 or (uneven and word not in bound.even and grain > n):
+        if grain % n == 0 or (word not in bound.even and grain > n):
             yield from _split(word, (), rule, bound, call, n)
         for division in segments:
             divides = sum(division) == grain and all(part % n == 0 for part in division)

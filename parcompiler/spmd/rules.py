@@ -60,18 +60,17 @@ def strategies(
     n: int,
     *,
     differentiable: Container[str] | None = None,
-    uneven: bool = True,
     segments: Sequence[Segments] = (),
     rows: Rows | None = None,
 ) -> tuple[Strategy, ...]:
     """All strategies of a node with `meta["val"]` on `n` ranks, replicated ones first.
 
     `differentiable` are the names of the nodes that carry gradients (`Graph.differentiable`; all
-    floating ones when it is not given). `uneven` allows pieces that differ by an element, for
-    dimensions that `n` does not divide. `segments` are divisions of dimensions that may be split
-    within each segment (`segments.segmentations` finds those that a graph makes). The input of an
-    item of several results is that result. On the context axis, where `rows` are given (see
-    `rows`), every rank has a summand of any gradient that is not in pieces (`R`).
+    floating ones when it is not given). Pieces of dimensions that `n` does not divide differ by an
+    element. `segments` are divisions of dimensions that may be split within each segment
+    (`segments.segmentations` finds those that a graph makes). The input of an item of several
+    results is that result. On the context axis, where `rows` are given (see `rows`), every rank has
+    a summand of any gradient that is not in pieces (`R`).
     """
     call = read(node, differentiable)
     if n == 1 or not call.is_plain:
@@ -79,10 +78,10 @@ def strategies(
     rule = written_rule(call)
     possible = [*replicated(call)]
     if rule is not None:
-        possible += expand(rule, call, n, uneven=uneven, segments=segments)
+        possible += expand(rule, call, n, segments=segments)
     elif is_unknown(call):
         possible += discovered(call, n)
-    possible += special_strategies(call, n, uneven=uneven, segments=segments, rows=rows)
+    possible += special_strategies(call, n, segments=segments, rows=rows)
     possible += segment_strategies(call, n, segments)
     if node.meta.get("arriving"):  # rows whose number differs between expert ranks
         possible = [x for x in possible if all((o.kind, o.dim) != ("S", 0) for o in x.outputs)]

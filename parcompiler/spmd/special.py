@@ -52,19 +52,18 @@ def special_strategies(
     call: NodeCall,
     n: int,
     *,
-    uneven: bool,
     segments: Sequence[Segments] = (),
     rows: Rows | None = None,
 ) -> Iterator[Strategy]:
     """The special strategies of a call; `segments` are those of its rows, and `rows` are given on
     the context axis."""
     if call.base in _STRATEGIES:
-        yield from _STRATEGIES[call.base](call, n, uneven)
+        yield from _STRATEGIES[call.base](call, n)
     if rows is not None and call.base == "scaled_dot_product_attention":
         yield from _row_strategies(call, n)
         yield from _ring_strategies(call, n)
     if rows is not None and call.base == "cross_entropy_loss":
-        for strategy in _loss_strategies(call, n, uneven):
+        for strategy in _loss_strategies(call, n):
             for division in segments if strategy.special == "own rows" else ():
                 if sum(division) == call.shapes[0][0] and not any(part % n for part in division):
                     inputs = S(0, division), *strategy.inputs[1:]
@@ -82,17 +81,17 @@ def special_call(
     return replace(made, kwargs={**made.kwargs, **more})
 
 
-def _divides(size: int, n: int, uneven: bool) -> bool:
-    return size % n == 0 or (uneven and size > n)
+def _divides(size: int, n: int) -> bool:
+    return size % n == 0 or size > n
 
 
 # Embeddings
 
 
-def _embedding_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _embedding_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     plain = not call.arguments.get("scale_grad_by_freq")
     if plain and call.arguments.get("max_norm") is None:
-        if _divides(call.shapes[0][0], n, uneven):
+        if _divides(call.shapes[0][0], n):
             yield Strategy((S(0), R), (P,), special="vocabulary lookup")
 
 
@@ -122,11 +121,11 @@ def _like_embedding(
     return rows.masked_fill((indices < size).unsqueeze(-1), 0)
 
 
-def _bag_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _bag_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     plain = not call.arguments.get("scale_grad_by_freq")
     sums = call.arguments.get("mode", 0) == 0 and len(call.operands) == 3
     padded = call.arguments.get("padding_idx") is not None
-    if plain and sums and not padded and _divides(call.shapes[0][0], n, uneven):
+    if plain and sums and not padded and _divides(call.shapes[0][0], n):
         rest = (R,) * (len(call.results) - 1)
         yield Strategy((S(0), R, R), (P, *rest), special="vocabulary bags")
 
@@ -145,17 +144,17 @@ def _bags(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
 # Cross entropy of class indices
 
 
-def _loss_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _loss_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     logits, target = call.shapes[:2]
     reduction = call.arguments.get("reduction")
     if len(logits) != 2 or len(target) != 1:
         return
     others = (R,) * (len(call.operands) - 1)
-    if reduction == REDUCTION_MEAN and _divides(logits[0], n, uneven):
+    if reduction == REDUCTION_MEAN and _divides(logits[0], n):
         yield Strategy((S(0), *others), (P,), special="own rows")
     weighted = len(call.operands) > 2
     reduces = reduction in (REDUCTION_MEAN, REDUCTION_SUM)
-    if reduces and not weighted and _divides(logits[1], n, uneven):
+    if reduces and not weighted and _divides(logits[1], n):
         result = I if any(call.carries) else R
         yield Strategy((S(1), *others), (result,), special="classes")
 
@@ -186,9 +185,9 @@ def _loss_of_classes(call: NodeCall, local: Mapping[str, Any], n: int) -> Specia
     return SpecialCall(target, args, kwargs, NodeCollectives(n, class_loss_actions(call)))
 
 
-def _classes_of_rows(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _classes_of_rows(call: NodeCall, n: int) -> Iterator[Strategy]:
     logits = call.shapes[0]
-    if len(call.shapes) == 2 and _divides(logits[1], n, uneven):
+    if len(call.shapes) == 2 and _divides(logits[1], n):
         yield Strategy((S(1), R), (I if any(call.carries) else R,), special="classes of rows")
 
 
@@ -220,11 +219,11 @@ def _changed(local: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
 # Heads of queries, where the heads of keys and values cannot be split with them
 
 
-def _head_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _head_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     query, key = call.shapes[:2]
     if not call.arguments.get("enable_gqa") or len(query) < 3:
         return
-    if not _divides(query[-3], n, uneven) or key[-3] == 1 or key[-3] % n == 0:
+    if not _divides(query[-3], n) or key[-3] == 1 or key[-3] % n == 0:
         return
     heads = len(query) - 3
     inputs: list[Placement] = [S(heads), R, R]
@@ -325,9 +324,9 @@ def _like_ring(
 # Experts that are stacked in one matrix product
 
 
-def _expert_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _expert_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     if [len(shape) for shape in call.shapes] == [2, 3, 1]:
-        if _divides(call.shapes[1][0], n, uneven):
+        if _divides(call.shapes[1][0], n):
             yield Strategy((R, S(0), R), (P,), special="own experts")
 
 
@@ -349,7 +348,7 @@ def _like_experts(
     return F.pad(product, (0, 0, 0, rows.shape[0] - product.shape[0]))
 
 
-_STRATEGIES: Mapping[str, Callable[[NodeCall, int, bool], Iterator[Strategy]]] = {
+_STRATEGIES: Mapping[str, Callable[[NodeCall, int], Iterator[Strategy]]] = {
     "embedding": _embedding_strategies,
     "embedding_bag": _bag_strategies,
     "cross_entropy_loss": _loss_strategies,
