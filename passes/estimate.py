@@ -32,13 +32,13 @@ from parcompiler.timeline.order import detached
 
 
 def estimate(problem: Problem, plan: Plan) -> Timing:
-    """The simulated step of a plan with schedule and stages, without its spans. Cached."""
+    """The simulated step of a plan with schedule and stages. Cached."""
 
     def find() -> Timing:
         everywhere, stages = vocabulary_cost(problem, plan), costs(problem, plan)
         what = stages, messages(problem, plan), everywhere
         if plan.orders is not None:
-            result = replace(timing(planned(plan), *what), spans=())
+            result = timing(planned(plan), *what)
         else:
             result = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
         return replace(result, step_time=result.step_time + _update(plan, stages, everywhere))

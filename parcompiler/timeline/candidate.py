@@ -8,14 +8,12 @@ with its seconds and bytes. They depend only on the order, so they are made once
 >>> step = timing(build("1f1b", 2, 2), costs, [Message(0, (1,), 1.0, gradient=1.0, nbytes=4)])
 >>> step.step_time, step.peak_memory
 (11.0, (128, 118))
->>> step.spans[1]
-((2.0, 3.0), (3.0, 5.0), (5.0, 6.0), (6.0, 8.0))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import starmap
 
@@ -37,11 +35,10 @@ from parcompiler.timeline.steady import StepPart
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of a step, peak bytes of each rank, and start and end of each action by rank."""
+    """Seconds of a step, and peak bytes of each rank."""
 
     step_time: float
     peak_memory: tuple[int, ...]
-    spans: tuple[tuple[tuple[float, float], ...], ...] = field(repr=False)
 
 
 def timing(
@@ -56,18 +53,9 @@ def timing(
     cost of the layers that all ranks share, S and T of the schedule among them. Raises PlanError
     when ranks wait for each other, InputError when the costs do not fit the stages.
     """
-    timed = _timed(schedule, costs, messages, vocabulary)
+    timed = timed_order(schedule, costs, messages, vocabulary)
     moments = timed.run()
-    untrained = {j for j, cost in enumerate(costs) if not cost.trained}
-    spans = tuple(
-        tuple(
-            (moments.begins[code], moments.ends[code])
-            for code, (kind, stage, _) in zip(codes, actions, strict=True)
-            if kind not in EMBEDDING and (kind is Kind.FORWARD or stage not in untrained)
-        )
-        for codes, actions in zip(timed.walk.codes, timed.walk.actions, strict=True)
-    )
-    return Timing(moments.last, timed.peaks(moments), spans)
+    return Timing(moments.last, timed.peaks(moments))
 
 
 Schedules = Callable[[int], Schedule]  # number of micro-batches -> schedule
@@ -80,18 +68,16 @@ def timing_of_many(
     messages: Sequence[Message],
     vocabulary: VocabularyCost | None = None,
 ) -> Timing:
-    """`timing` of `at(microbatches)`, without its spans; faster where the order repeats itself. The
-    peaks are those of the parts that were run."""
+    """`timing` of `at(microbatches)`, faster where the order repeats itself. The peaks are those of
+    the parts that were run."""
     few = _fewer_microbatches(at, microbatches)
     if few is not None:
-        timed = _timed(at(few), costs, messages, vocabulary)
+        timed = timed_order(at(few), costs, messages, vocabulary)
         result = timed.run_many(microbatches)
         if result is not None:
             most = zip(*starmap(timed.peaks, result[1]), strict=True)
-            return Timing(result[0], tuple(map(max, most)), ())
-    timed = _timed(at(microbatches), costs, messages, vocabulary)
-    moments = timed.run()
-    return Timing(moments.last, timed.peaks(moments), ())
+            return Timing(result[0], tuple(map(max, most)))
+    return timing(at(microbatches), costs, messages, vocabulary)
 
 
 def step_time(
@@ -100,10 +86,10 @@ def step_time(
     """The seconds of `timing_of_many` alone, which is faster; without shared layers."""
     few = _fewer_microbatches(at, microbatches)
     if few is not None:
-        result = _timed(at(few), costs, messages).run_many(microbatches)
+        result = timed_order(at(few), costs, messages).run_many(microbatches)
         if result is not None:
             return result[0]
-    return _timed(at(microbatches), costs, messages).run().last
+    return timed_order(at(microbatches), costs, messages).run().last
 
 
 def _fewer_microbatches(at: Schedules, microbatches: int) -> int | None:
@@ -173,7 +159,7 @@ class TimedOrder:
         return tuple(own.most(begin, end) for own in held)
 
 
-def _timed(
+def timed_order(
     schedule: Schedule,
     costs: Sequence[StageCost],
     messages: Sequence[Message],

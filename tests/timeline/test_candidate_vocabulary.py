@@ -16,7 +16,14 @@ from parcompiler.schedules.action import NOWHERE
 from parcompiler.schedules.vocabulary import spread
 from parcompiler.schedules.vocabulary_walk import METHODS
 from parcompiler.timeline import Message, StageCost, Timeline, VocabularyCost, simulate, timing
-from tests.timeline.test_candidate import NAMES, random_costs, random_messages
+from parcompiler.timeline.candidate import timed_order
+from tests.timeline.test_candidate import (
+    NAMES,
+    random_costs,
+    random_messages,
+    spans_in,
+    spans_of,
+)
 from tests.timeline.test_simulate import stage
 
 
@@ -111,11 +118,8 @@ def check(seed: int) -> None:
     wanted = simulated(schedule, costs, messages, cost)
     assert found.step_time == pytest.approx(wanted.step_time, rel=1e-12)
     assert found.peak_memory == wanted.peak_memory
-    for rank, spans in enumerate(found.spans):
-        events = [
-            e for e in wanted.events if e.rank == rank and e.instruction.kind in COMPUTE | HEAD
-        ]
-        assert list(spans) == [(e.begin, e.end) for e in sorted(events, key=lambda e: e.begin)]
+    timed = timed_order(schedule, costs, messages, cost)
+    assert spans_of(timed) == [spans_in(wanted, rank, COMPUTE | HEAD) for rank in range(p)]
 
 
 def test_a_head_without_a_cost_is_refused() -> None:
