@@ -107,12 +107,6 @@ def shared_step(problem: Problem, plan: Plan) -> float:
     return problem.once(_key("shared", problem, plan), find)
 
 
-def busy_bound(problem: Problem, plan: Plan) -> float:
-    """Lower bound of `even_step`, in seconds, without simulation: the work of the fullest rank,
-    with the recomputation that memory forces."""
-    return min(packed.busy(problem, plan) for packed in _even_stages(problem, plan))
-
-
 def is_forced(problem: Problem, plan: Plan) -> bool:
     """Whether even stages under the plan's schedule must recompute, or do not fit at all."""
     packed = _packed(problem, plan, problem.levels[0])

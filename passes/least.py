@@ -1,10 +1,9 @@
 """Lower bounds on the step of every plan with even stages, for the options that are still open.
 
     vocabulary, sharding, schedule      `roomy_bound`: no simulation, memory for everything
-    └── with memory                     `busy_bound`: with the recomputation that it forces
-        └── simulated                   `even_step`, then `shared_step`
-            └── level of ZeRO           `roomy_bound`, with the exchange of data ranks
-                └── with its memory     `busy_bound`, `even_step`, `shared_step`
+    └── with memory                     `even_step`, then `shared_step`: simulated
+        └── level of ZeRO               `roomy_bound`, with the exchange of data ranks
+            └── with its memory         `even_step`, `shared_step`
 
 A best-first search: the lowest bound is refined until it is that of a leaf, or high enough. The
 passes use the cached results again. Like the passes, the bound assumes that even stages are the
@@ -23,7 +22,6 @@ from functools import partial
 from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.even import (
-    busy_bound,
     even_step,
     is_forced,
     is_shared,
@@ -127,11 +125,7 @@ def _with_memory(problem: Problem, plan: Plan, *, is_plain: bool = True) -> Iter
             again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
             other = _sharded(problem, again)
             yield _roomy(problem, other), partial(_with_memory, problem, other)
-    seconds, finer = busy_bound(rank_problem, plan), partial(_simulated, problem, plan, is_plain)
-    if seconds < math.inf:
-        yield seconds, finer
-    else:
-        yield from finer()
+    yield from _simulated(problem, plan, is_plain)
 
 
 def _simulated(

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import GAIN, Bounding, Pass, unbounded
-from parcompiler.passes.even import busy_bound, even_step, roomy_bound, shared_step
+from parcompiler.passes.even import even_step, roomy_bound, shared_step
 from parcompiler.passes.exchange import step_of
 from parcompiler.passes.stage import StagePass
 from parcompiler.plan import Plan, Weighed
@@ -121,7 +121,7 @@ class Weighing:
         """
         below = self.asked.below
         problem = self.problem.at_zero("auto") if self.problem.gathers else self.problem
-        for bound in (roomy_bound, busy_bound, even_step):
+        for bound in (roomy_bound, even_step):
             if (least := bound(problem, candidate)) >= below:
                 return least
         if below == math.inf:
