@@ -148,11 +148,6 @@ class Spread:
         """The lookups, then the head."""
         return (*self.lookups, *([self.head] if self.head else []))
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The tensors of the batch that they read."""
-        return tuple(dict.fromkeys(name for item in self.all for name in item.inputs))
-
 
 @dataclass(frozen=True)
 class Lowered:

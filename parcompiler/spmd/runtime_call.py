@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from parcompiler.pieces import Shard, piece
-from parcompiler.spmd.conversions import BYTES, Action, conversion, moved
+from parcompiler.spmd.conversions import BYTES, Action, conversion
 from parcompiler.spmd.placement import I, Placement, R, shard_of
 
 Shape = tuple[int, ...]
@@ -91,15 +91,6 @@ class NodeCollectives:
     apart: int = 1
     axis: str = "tensor"
     within: bool = False
-
-    @property
-    def sent(self) -> tuple[float, float]:
-        """Bytes that each rank sends, forward and backward."""
-        forward, backward = (
-            sum(moved(action, nbytes, self.n) for action, nbytes in actions)
-            for actions in (self.forward, self.backward)
-        )
-        return forward, backward
 
 
 def is_conversion(node: fx.Node) -> bool:

@@ -45,14 +45,12 @@ NAMED = 2  # given schedules to try on each placement, at most
 class SearchResult:
     """A schedule, and how good it is.
 
-    `bound` is a lower bound on the seconds of every order with one of the given placements; `gap`
-    is (step_time - bound) / step_time.
+    `bound` is a lower bound on the seconds of every order with one of the given placements.
     """
 
     schedule: Schedule
     step_time: float
     bound: float
-    gap: float
     status: Status
 
 
@@ -106,9 +104,8 @@ def search(
     found = Schedule("search", schedule.placement, schedule.orders)
     step_time = timing(found, costs, messages).step_time
     bound = min(step_time, *bounds)
-    gap = relative_gap(step_time, bound)
-    status: Status = "optimal" if gap <= PROVEN else "feasible"
-    return SearchResult(found, step_time, bound, gap, status)
+    status: Status = "optimal" if relative_gap(step_time, bound) <= PROVEN else "feasible"
+    return SearchResult(found, step_time, bound, status)
 
 
 def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:
