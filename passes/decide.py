@@ -24,7 +24,6 @@ from parcompiler.passes.estimate import estimate, host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.least import is_known, least_step
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
-from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
 from parcompiler.passes.vocabulary import VocabularyPass, choices_for
@@ -219,15 +218,6 @@ def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
     )
 
 
-def _leaner(item: Pass) -> Pass:
-    """The pass, with a sharding that needs little memory."""
-    if isinstance(item, ShardPass):
-        return dataclasses.replace(item, lean=True)
-    if isinstance(item, VocabularyPass):
-        return dataclasses.replace(item, others=tuple(map(_leaner, item.others)))
-    return item
-
-
 def _bounding(problem: Problem, passes: Sequence[Pass]) -> Bounding:
     """The lower bound on the step of a partial plan; 0 where none is known."""
 
@@ -245,24 +235,12 @@ def _completing(
     where no step is shorter than `below` seconds.
 
     Where memory is short, it also tries selective recomputation of all blocks; if blocks are still
-    recomputed, it tries to offload them instead. Where nothing fits, it tries a sharding that needs
-    less memory.
+    recomputed, it tries to offload them instead.
     """
-    is_default = tuple(passes) == DEFAULT
 
     def complete(plan: Plan, below: float) -> Plan:
-        try:
-            return completed(plan, below, passes)
-        except InfeasibleError:
-            if below < math.inf or problem.mesh.tensor == 1 or not is_default:
-                raise
-            with suppress(InfeasibleError):
-                return completed(plan, below, tuple(map(_leaner, passes)))
-            raise
-
-    def completed(plan: Plan, below: float, passes: Sequence[Pass]) -> Plan:
-        if problem.options.recompute != "auto" or plan.selective or not is_default:
-            return decided(plan, below, passes)
+        if problem.options.recompute != "auto" or plan.selective or tuple(passes) != DEFAULT:
+            return decided(plan, below)
         selective = dataclasses.replace(plan, selective=True)
         trials = [plan, selective]
         if plan.zero is not None and problem.options.zero == "auto":
@@ -281,7 +259,7 @@ def _completing(
                 elif not (is_plain or best.recompute):
                     if trial.offload or not _is_tight(problem, best, seconds):
                         continue
-                finished = decided(trial, min(below, worth), passes)
+                finished = decided(trial, min(below, worth))
                 if best is None or step_of(problem, finished) <= worth:
                     best = finished
             except InfeasibleError as error:
@@ -294,7 +272,7 @@ def _completing(
             raise refusal
         return best
 
-    def decided(plan: Plan, below: float, passes: Sequence[Pass]) -> Plan:
+    def decided(plan: Plan, below: float) -> Plan:
         for item in passes:
             if isinstance(item, VocabularyPass | SchedulePass):
                 item = dataclasses.replace(item, below=min(item.below, below), floor=bound)

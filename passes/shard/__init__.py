@@ -24,7 +24,6 @@ sharding with least memory is taken, and the stage pass says what is missing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.base import Pass
-from parcompiler.passes.divide.relaxed import least_slowest_rank
-from parcompiler.passes.forced import division_task
 from parcompiler.passes.shard import pins as pinning
 from parcompiler.passes.shard.candidates import Candidates
 from parcompiler.passes.shard.ilp import Answer, decide
@@ -44,7 +41,6 @@ from parcompiler.passes.shard.ilp_builder import (
     StateCost,
     build,
 )
-from parcompiler.passes.shard.local import local
 from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
 from parcompiler.passes.shard.plan_entries import assignment, check, sharding
@@ -53,8 +49,6 @@ from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import Assignment
 
-LEAN = 1.05  # times the least bytes: what may be faster and nearly as lean
-
 __all__ = ["Assignment", "ShardPass", "assignment", "check", "decided"]
 
 
@@ -62,13 +56,11 @@ __all__ = ["Assignment", "ShardPass", "assignment", "check", "decided"]
 class ShardPass(Pass):
     """Decides `plan.sharding`, if there is a tensor axis.
 
-    `part` is the share of the memory that may be filled; `lean` asks for a sharding that needs
-    little memory.
+    `part` is the share of the memory that may be filled.
     """
 
     name: ClassVar[str] = "shard"
     part: float = 0.9
-    lean: bool = False
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Choose the sharding that is fastest and fits in memory."""
@@ -79,18 +71,8 @@ class ShardPass(Pass):
             return plan
         # It does not depend on the vocabulary's method, nor on whether blocks are offloaded.
         kept = problem.selectively(problem.selective)
-
-        def leanest() -> Plan:
-            return dataclasses.replace(plan, sharding=kept.once("lean", lambda: lean(kept)))
-
-        if self.lean:
-            return leanest()
         chosen = kept.once(("sharding", self.part), lambda: decided(kept, self.part))
-        trial = dataclasses.replace(plan, sharding=chosen)
-        if problem.options.recompute == "none" or _may_fit(problem, trial):
-            return trial
-        other = leanest()
-        return other if _may_fit(problem, other) else trial
+        return dataclasses.replace(plan, sharding=chosen)
 
 
 def decided(problem: Problem, part: float = 0.9) -> Sharding:
@@ -103,35 +85,6 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     candidates = _candidates(problem, pins)
     built, answer = _fitting(problem, candidates, pins, part)
     return sharding(candidates, built, answer, problem.mesh.pipeline)
-
-
-def lean(problem: Problem) -> Sharding:
-    """The fastest sharding that keeps little more than the one that keeps least: also within
-    blocks, which have it all while they run again.
-
-    Raises as `decided` does.
-    """
-    pins = pinning.read(problem.options.sharding, problem.graph)
-    candidates = _candidates(problem, pins)
-    built = build(candidates, pins, _states(problem), _budget(problem, 1.0, recomputed=False))
-    unlimited = dataclasses.replace(built.programme, budget=None)
-    least = decide(unlimited, least_memory=True)
-    enough = dataclasses.replace(built.programme, budget=LEAN * least.nbytes)
-    answer = least
-    with suppress(InfeasibleError):
-        answer = decide(enough)
-    return sharding(candidates, built, answer, problem.mesh.pipeline)
-
-
-def _may_fit(problem: Problem, plan: Plan) -> bool:
-    """Whether the blocks of a sharding fit the memory if they could be cut anywhere, under the
-    schedule that needs little of it."""
-    trial = dataclasses.replace(plan, schedule="1f1b", virtual_stages=1)
-    own = local(problem, dataclasses.replace(trial, vocabulary=None))  # it is spread already
-    return any(
-        least_slowest_rank(division_task(own, trial, level, is_free=True)) < math.inf
-        for level in own.levels
-    )
 
 
 def _candidates(problem: Problem, pins: Pins) -> Candidates:

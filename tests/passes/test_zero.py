@@ -150,7 +150,7 @@ def test_gradients_are_shared_out_where_states_alone_do_not_fit() -> None:
 def test_a_plan_that_was_made_for_a_level_takes_a_lower_one_that_does() -> None:
     mesh = {"pipeline": 4, "data": 2}
     whole = max(compiled(mesh=mesh).simulate().peak_memory)
-    program = compiled(int(0.8 * whole), mesh=mesh, schedule="1f1b")  # it was made for level 2
+    program = compiled(int(0.71 * whole), mesh=mesh, schedule="1f1b")  # it was made for level 2
     assert program.plan.zero == 1
     assert not program.plan.recompute
 
