@@ -8,10 +8,10 @@ import torch
 
 import parcompiler as pc
 from parcompiler import problem
-from parcompiler.device import device
+from parcompiler.device import Link, device
 from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.models import dlrm, gpt
-from parcompiler.passes import decide, estimate
+from parcompiler.passes import decide, estimate, exchange
 from parcompiler.passes.shard.local import local
 from parcompiler.prices import collective_seconds
 from tests import zoo
@@ -106,6 +106,24 @@ def test_a_bucket_has_a_rank_s_rows_of_a_vocabulary_on_all_ranks() -> None:
     )  # fmt: skip
     rows = 65536 // 2 * 64 * 4
     assert local(program.problem, program.plan).bucket_bytes == rows * 3 // 2
+
+
+@pytest.mark.parametrize(("schedule", "bandwidth"), [("1f1b", 2e10), ("zb-v", 5e9)])
+def test_a_step_with_much_exposed_exchange_is_the_simulated_one(
+    schedule: str, bandwidth: float
+) -> None:
+    """The estimate is too short for one schedule, and too long for another."""
+    slow = dataclasses.replace(device("a100-80g"), link=Link(bandwidth, latency=1e-5))
+    with torch.device("meta"):
+        model, tokens = gpt.GPT(CONFIG), torch.zeros(1, CONFIG.sequence, dtype=torch.long)
+    program = pc.compile(
+        model, pc.Mesh(4, data=2, device=slow), (tokens, tokens), microbatches=5,
+        schedule=schedule, vocabulary="whole", zero=0, progress=False,
+    )  # fmt: skip
+    own = local(program.problem, program.plan)
+    simulated = program.simulate().step_time
+    assert exchange.estimated_step(own, program.plan) != pytest.approx(simulated, rel=0.005)
+    assert exchange.step_of(own, program.plan) == pytest.approx(simulated, rel=1e-6)
 
 
 def test_states_are_shared_out_where_memory_wants_it() -> None:
