@@ -16,7 +16,6 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.graph import Parameter
 from parcompiler.instruction import COMPUTE, FINAL, Kind
-from parcompiler.passes.base import GAIN
 from parcompiler.passes.estimate import costs, decisions, estimate, held
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem, filled
@@ -27,33 +26,21 @@ DEEP = 16  # most ranks of a pipeline whose lowered step is simulated to choose 
 
 
 def step_of(problem: Problem, plan: Plan) -> float:
-    """Seconds of the step of a plan, with the exchange of data ranks that no compute hides; at
+    """Seconds of the step of a plan, with the exchange of data ranks after its last compute; at
     level 0 where the level is still open. `problem` is that of a rank.
 
-    The lowered step is simulated where that exchange is more than GAIN of it, and at level 3, where
-    gathers and scatters go one after another beside passes that also wait for other stages, which
-    stage costs cannot express; but not for one stage, nor for a pipeline so DEEP that it takes too
-    long.
+    At level 3 of a pipeline gathers and scatters go one after another beside passes that also wait
+    for other stages, which stage costs cannot express: there the lowered step is simulated, unless
+    the pipeline is so DEEP that this takes too long.
     """
-    judge, whole = problem.judge, problem.at_zero(plan.zero or 0)
-    seconds = late = 0.0
-    if not problem.gathers:
-        seconds, late = estimate(problem, plan).step_time, _late(problem, plan)
-    if judge and 1 < plan.mesh.pipeline <= DEEP and (problem.gathers or late > GAIN * seconds):
-        return whole.once(("judged", *decisions(plan)), lambda: judge(whole, plan))
-    return estimated_step(problem, plan)
-
-
-def estimated_step(problem: Problem, plan: Plan) -> float:
-    """`step_of` without a simulation: the estimate, and the exchange after the last compute."""
-    return estimate(problem, plan).step_time + _late(problem, plan)
-
-
-def _late(problem: Problem, plan: Plan) -> float:
-    """Seconds of the exchange after the last compute of the rank with most of it."""
+    if problem.gathers and problem.judge and 1 < plan.mesh.pipeline <= DEEP:
+        judge = problem.judge
+        return problem.once(("judged", *decisions(plan)), lambda: judge(problem, plan))
+    seconds = estimate(problem, plan).step_time
     if problem.mesh.replicas == 1 or problem.options.asynchronous:
-        return 0.0
-    return max(exchange.late for exchange in exchanges(problem.at_zero(plan.zero or 0), plan))
+        return seconds
+    whole = problem.at_zero(plan.zero or 0)
+    return seconds + max(exchange.late for exchange in exchanges(whole, plan))
 
 
 def tensors(problem: Problem, plan: Plan) -> list[list[Parameter]]:

@@ -29,7 +29,7 @@ from parcompiler.passes.divide.pairs import paired_runs
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate, least_update
 from parcompiler.passes.even import as_asked
-from parcompiler.passes.exchange import estimated_step
+from parcompiler.passes.exchange import step_of
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
@@ -251,7 +251,7 @@ class _Shortest:
         if seconds >= self._enough(level):
             return False
         if not self.problem.gathers:  # there the seconds of blocks have the exchange
-            seconds = estimated_step(self.problem, plan)
+            seconds = step_of(self.problem, plan)
         if self.plan is not None and seconds >= self._enough(level):
             return False  # the first is taken: a level of ZeRO that is open may exchange less
         self.plan, self.seconds, self.level, self.stage_of = plan, seconds, level, stage_of

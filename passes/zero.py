@@ -150,7 +150,7 @@ def _best_level(
 def _at_lowest_level(problem: Problem, plan: Plan, enough: float) -> Plan:
     """The plan at the lowest level at which it fits and its step is at most `enough` seconds."""
     for level in range(plan.zero or 0):
-        share = _share_with_step(local(problem, plan), plan, level)
+        share = share_of(local(problem, plan), plan, level)
         if share.fits and share.step <= enough:
             plan = dataclasses.replace(plan, zero=level)
             return reconsidered(local(problem, plan), plan)
@@ -169,9 +169,9 @@ def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
 
 
 def _share_with_step(problem: Problem, plan: Plan, level: int) -> DataShare:
-    """`share_of` a plan at a level, with the step of `step_of`."""
+    """`share_of` a plan whose level is open, with the step of `step_of`."""
     share = share_of(problem, plan, level)
-    if not share.fits:
+    if level < 3 or not share.fits:
         return share
     step = step_of(problem.at_zero(level), dataclasses.replace(plan, zero=level))
     return dataclasses.replace(share, step=step, exposed=share.exposed + step - share.step)

@@ -8,10 +8,10 @@ import torch
 
 import parcompiler as pc
 from parcompiler import problem
-from parcompiler.device import Link, device
+from parcompiler.device import device
 from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.models import dlrm, gpt
-from parcompiler.passes import decide, estimate, exchange
+from parcompiler.passes import decide, estimate
 from parcompiler.passes.shard.local import local
 from parcompiler.prices import collective_seconds
 from tests import zoo
@@ -108,24 +108,6 @@ def test_a_bucket_has_a_rank_s_rows_of_a_vocabulary_on_all_ranks() -> None:
     assert local(program.problem, program.plan).bucket_bytes == rows * 3 // 2
 
 
-@pytest.mark.parametrize(("schedule", "bandwidth"), [("1f1b", 2e10), ("zb-v", 5e9)])
-def test_a_step_with_much_exposed_exchange_is_the_simulated_one(
-    schedule: str, bandwidth: float
-) -> None:
-    """The estimate is too short for one schedule, and too long for another."""
-    slow = dataclasses.replace(device("a100-80g"), link=Link(bandwidth, latency=1e-5))
-    with torch.device("meta"):
-        model, tokens = gpt.GPT(CONFIG), torch.zeros(1, CONFIG.sequence, dtype=torch.long)
-    program = pc.compile(
-        model, pc.Mesh(4, data=2, device=slow), (tokens, tokens), microbatches=5,
-        schedule=schedule, vocabulary="whole", zero=0, progress=False,
-    )  # fmt: skip
-    own = local(program.problem, program.plan)
-    simulated = program.simulate().step_time
-    assert exchange.estimated_step(own, program.plan) != pytest.approx(simulated, rel=0.005)
-    assert exchange.step_of(own, program.plan) == pytest.approx(simulated, rel=1e-6)
-
-
 def test_states_are_shared_out_where_memory_wants_it() -> None:
     whole, shared = (max(compiled(zero=z).simulate().peak_memory) for z in (0, 1))
     states = 8 * sum(
@@ -168,7 +150,7 @@ def test_gradients_are_shared_out_where_states_alone_do_not_fit() -> None:
 def test_a_plan_that_was_made_for_a_level_takes_a_lower_one_that_does() -> None:
     mesh = {"pipeline": 4, "data": 2}
     whole = max(compiled(mesh=mesh).simulate().peak_memory)
-    program = compiled(int(0.71 * whole), mesh=mesh, schedule="1f1b")  # it was made for level 2
+    program = compiled(int(0.8 * whole), mesh=mesh, schedule="1f1b")  # it was made for level 2
     assert program.plan.zero == 1
     assert not program.plan.recompute
 
