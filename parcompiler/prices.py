@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from parcompiler.cost import collective
-from parcompiler.cost.vocabulary import held
+from parcompiler.cost.vocabulary import parameters_held
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.graph import Parameter
 from parcompiler.instruction import Instruction, Kind, is_of_experts
@@ -226,7 +226,7 @@ def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
 
 def _held(lowered: Lowered) -> Mapping[str, Parameter]:
     """The tensors by name, in the size in which a rank holds them."""
-    return held(lowered.graph, lowered.size * lowered.tensor)
+    return parameters_held(lowered.graph, lowered.size * lowered.tensor)
 
 
 def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, int], float]:

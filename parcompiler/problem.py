@@ -37,7 +37,7 @@ from parcompiler.cost import (
 from parcompiler.cost.collective import slowest
 from parcompiler.cost.selective import running_again
 from parcompiler.cost.times import Bench, measured, modelled, modelled_on
-from parcompiler.cost.vocabulary import held
+from parcompiler.cost.vocabulary import parameters_held
 from parcompiler.device import Device, Link
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of, tensors_of
 from parcompiler.mesh import Mesh
@@ -458,7 +458,8 @@ class Problem:
     @cached_property
     def _held(self) -> list[Parameter]:
         """The parameters and buffers; of a vocabulary on all ranks the rows of one rank."""
-        return [*held(self.graph, self.mesh.pipeline * self.mesh.tensor).values()]
+        ranks = self.mesh.pipeline * self.mesh.tensor
+        return [*parameters_held(self.graph, ranks).values()]
 
     @cached_property
     def largest_gradient(self) -> int:

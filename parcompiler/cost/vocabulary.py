@@ -76,7 +76,7 @@ def vocabulary_rows(graph: Graph, ranks: int) -> list[Parameter]:
     return [_piece(graph.by_name[name], ranks) for name in graph.vocabulary.tensors]
 
 
-def held(graph: Graph, ranks: int) -> Mapping[str, Parameter]:
+def parameters_held(graph: Graph, ranks: int) -> Mapping[str, Parameter]:
     """The tensors by name, in the size in which a rank holds them: of a vocabulary on all ranks it
     has rows."""
     if graph.vocabulary is None:
