@@ -1,9 +1,10 @@
 """The processes behind verify(): whatever befalls one of them is told, and the next proof works."""
 
 import contextlib
-import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -114,20 +115,23 @@ def test_a_process_that_fails_is_reported_within_seconds(
     assert not pool._processes  # so that the next one starts afresh
 
 
+KILLED = """
+import json, os, signal, sys
+from parcompiler.verification.pool import Pool
+pool = Pool()
+pool.start(1)
+job = {"rank": 0, "size": 2, "device": "cpu", "store": sys.argv[1]}  # rank 1 never comes
+pool._processes[0].jobs.write(json.dumps(job).encode() + b"\\n")
+pool._processes[0].jobs.flush()
+print(pool._processes[0].parent.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_ranks_that_wait_end_with_a_process_that_was_killed(tmp_path: Path) -> None:
-    ends, told = os.pipe()
-    if (owner := os.fork()) == 0:  # dies without closing its pool
-        mine = Pool()
-        mine.start(1)
-        job = {"rank": 0, "size": 2, "device": "cpu", "store": str(tmp_path / "store")}
-        mine._processes[0].jobs.write(json.dumps(job).encode() + b"\n")  # rank 1 never comes
-        mine._processes[0].jobs.flush()
-        os.write(told, b"%d" % mine._processes[0].parent.pid)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(owner, 0)
-    group, end = int(os.read(ends, 20)), time.monotonic() + 30
-    os.close(ends)
-    os.close(told)
+    line = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
+    owner = subprocess.run(line, stdout=subprocess.PIPE, check=False)
+    group, end = int(owner.stdout), time.monotonic() + 30
     while running(group) and time.monotonic() < end:
         time.sleep(0.1)
     assert not running(group)
