@@ -24,7 +24,14 @@ from parcompiler.capture.blocks import why_so_few
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import given
 from parcompiler.passes.base import MARGIN, Pass
-from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts, spared
+from parcompiler.passes.divide import (
+    StageDivision,
+    check_count,
+    divide,
+    evaluate,
+    memory_parts,
+    spared,
+)
 from parcompiler.passes.divide.pairs import paired_runs
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate, least_update
@@ -399,6 +406,7 @@ def _divide(
     if not is_free:
         plan = _recomputing(problem, plan, level, wanted)
     blocks = problem.priced(level).cut.blocks
+    check_count(outline(plan).placement, len(blocks))  # before what is held, which takes longer
     try:
         division = divide(
             division_task(problem, plan, level, limits, is_free=is_free),
@@ -409,7 +417,7 @@ def _divide(
         )
     except InfeasibleError as error:
         most = max(besides)
-        if most and len(outline(plan).placement) <= len(blocks):
+        if most:
             kept = f"{most:,} bytes" if most == min(besides) else f"up to {most:,} bytes"
             error.add_note(f"{kept} of it are kept free for messages, batch and vocabulary")
         raise

@@ -81,15 +81,19 @@ def timing_of_many(
 
 
 def step_time(
-    at: Schedules, microbatches: int, costs: Sequence[StageCost], messages: Sequence[Message]
+    at: Schedules,
+    microbatches: int,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None = None,
 ) -> float:
-    """The seconds of `timing_of_many` alone, which is faster; without shared layers."""
+    """The seconds of `timing_of_many` alone, which is faster."""
     few = _fewer_microbatches(at, microbatches)
     if few is not None:
-        result = timed_order(at(few), costs, messages).run_many(microbatches)
+        result = timed_order(at(few), costs, messages, vocabulary).run_many(microbatches)
         if result is not None:
             return result[0]
-    return timed_order(at(microbatches), costs, messages).run().last
+    return timed_order(at(microbatches), costs, messages, vocabulary).run().last
 
 
 def _fewer_microbatches(at: Schedules, microbatches: int) -> int | None:

@@ -71,15 +71,15 @@ from parcompiler.passes.divide.improve import moved_runs
 from parcompiler.passes.divide.programme import searched
 from parcompiler.passes.divide.refusal import too_little_memory
 from parcompiler.passes.divide.runs import StagesTwice, fastest_runs
-from parcompiler.passes.divide.task import DivisionTask, check_task
+from parcompiler.passes.divide.task import DivisionTask, check_count, check_task
 from parcompiler.passes.divide.twice import spared
 from parcompiler.solver import EFFORT, relative_gap
 
 KEPT = 5  # good runs that the timeline compares where memory is ample
 
 __all__ = [
-    "DivisionTask", "Evaluation", "Flow", "Load", "MemoryPart", "StageDivision", "divide",
-    "evaluate", "memory_parts", "spared",
+    "DivisionTask", "Evaluation", "Flow", "Load", "MemoryPart", "StageDivision",
+    "check_count", "divide", "evaluate", "memory_parts", "spared",
 ]  # fmt: skip
 
 

@@ -227,16 +227,22 @@ def check_task(task: DivisionTask) -> None:
     fault = next(_faults(task), None)
     if fault is not None:
         raise InputError(fault)
-    stages, blocks = task.stages, len(task.loads)
-    if stages > blocks and task.each == 1:
+    check_count(task.placement, len(task.loads))
+
+
+def check_count(placement: Sequence[int], blocks: int) -> None:
+    """Refuse more stages than blocks."""
+    stages, ranks = len(placement), len(set(placement))
+    if stages <= blocks:
+        return
+    if stages == ranks:
         message = f"more stages than blocks ({stages} > {blocks}): use fewer stages or finer blocks"
         raise InfeasibleError(message)
-    if stages > blocks:
-        message = (
-            f"more stages than blocks ({stages} > {blocks}; {task.ranks} ranks with {task.each} "
-            "stages each): use fewer ranks, fewer stages per rank or finer blocks"
-        )
-        raise InfeasibleError(message)
+    message = (
+        f"more stages than blocks ({stages} > {blocks}; {ranks} ranks with {stages // ranks} "
+        "stages each): use fewer ranks, fewer stages per rank or finer blocks"
+    )
+    raise InfeasibleError(message)
 
 
 def _by_rank(task: DivisionTask) -> Iterator[tuple[float, ...]]:

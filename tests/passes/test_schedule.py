@@ -110,6 +110,14 @@ def test_the_passes_of_a_head_are_waited_for_in_deep_pipelines() -> None:
     assert shared_step(problem, plan) > 1.01 * even_step(problem, plan)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_they_are_waited_for_as_long_as_micro_batches_come(name: str) -> None:
+    program = compiled(4, schedule=name, microbatches=64, vocabulary="vocab-2")
+    step = program.simulate().step_time
+    least = shared_step(local(program.problem, program.plan), program.plan)
+    assert 0.97 * step < least <= step
+
+
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_two_small_pipelines_tell_the_step_of_a_deep_one(
     name: str, monkeypatch: pytest.MonkeyPatch
