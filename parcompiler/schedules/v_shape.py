@@ -56,10 +56,15 @@ def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
         for r, (order, head) in enumerate(zip(orders, heads, strict=True))
     ]
     undone = 3 * microbatches * 2 * ranks
+    awake = set(range(ranks))  # a rank that waits is asked again when a neighbour has done its part
+    rank_of = v_placement(ranks)
     while undone:
         slot = []
-        for order, actions in running:
-            if (action := next(actions)) is not None:
+        for rank in sorted(awake):
+            order, actions = running[rank]
+            if (action := next(actions)) is None:
+                awake.discard(rank)
+            else:
                 order.append(action)
                 slot.append(action)
         assert slot, f"ranks wait for each other after {forwards} and {inputs}"
@@ -67,8 +72,10 @@ def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
         for kind, stage, _ in slot:
             if kind is FORWARD:
                 forwards[stage + 1] += 1
+                awake.update(rank_of[stage + 1 : stage + 2])
             elif kind is INPUT:
                 inputs[stage] += 1
+                awake.update(rank_of[max(0, stage - 1) : stage])
     return tuple(map(tuple, orders))
 
 

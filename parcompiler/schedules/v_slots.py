@@ -75,7 +75,7 @@ def _head(slots: Slots, stages: tuple[int, int], microbatches: int) -> Iterator[
     assert len(taken) == len(slots), f"steps meet modulo {PERIOD}: {slots}"
     never = PERIOD * microbatches + max(slots), FORWARD, first  # stands in free slots
     weights: deque[Action] = deque()
-    for slot in range(slots[1] + PERIOD * (microbatches - 1) + 1):
+    for slot in range(slots[0], slots[1] + PERIOD * (microbatches - 1) + 1):
         begin, kind, stage = taken.get(slot % PERIOD, never)
         i = (slot - begin) // PERIOD
         if 0 <= i < microbatches:

@@ -37,23 +37,25 @@ def zb_v(ranks: int, microbatches: int) -> Orders:
 
 def _head(rank: int, ranks: int, full: int, microbatches: int) -> list[Action]:
     """The order of a rank up to its last forward."""
-    order = [a for a in _order(rank, ranks, full) if a.microbatch < microbatches]
+    parts = _order(rank, ranks, full, microbatches)
+    order = [a for a in parts if a.microbatch < microbatches]
     last = max(k for k, action in enumerate(order) if action.kind is Kind.FORWARD)
     return order[: last + 1]
 
 
-def _order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The order of a rank until all forwards are done; m >= 2p - 1."""
+def _order(rank: int, ranks: int, full: int, microbatches: int) -> Iterator[Action]:
+    """The order of a rank until all of `full` forwards are done; `full` is at least 2p - 1. It has
+    all actions of the first `microbatches`, and perhaps of others."""
     first, second = v_stages(rank, ranks)
     lead = 2 * (ranks - rank) - 1
-    yield from (forward(first, i) for i in range(lead))  # [1]
-    for i in range(rank):  # [2]
+    yield from (forward(first, i) for i in range(min(lead, microbatches)))  # [1]
+    for i in range(min(rank, microbatches)):  # [2]
         yield forward(second, i)
         yield forward(first, lead + i)
-    for i in range(ranks - rank):  # [3]
+    for i in range(min(ranks - rank, microbatches)):  # [3]
         yield forward(second, rank + i)
         yield from _backward(second, i)
-    for i in range(microbatches - ranks):  # [4]
+    for i in range(min(full - ranks, microbatches)):  # [4]
         yield forward(first, lead + rank + i)
         yield from _backward(first, i)
         yield forward(second, ranks + i)
