@@ -26,19 +26,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parcompiler.cost import collective
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.passes.base import GAIN, MARGIN, Bounding
 from parcompiler.passes.estimate import estimate, update_seconds
-from parcompiler.passes.exchange import exchanges, step_of, tensors
+from parcompiler.passes.exchange import DEEP, exchanges, step_of, tensors
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem, filled
 from parcompiler.schedules.planned import outline
+
+NEAR = 0.05  # share by which an estimated step with exposed exchange may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,11 @@ def _best_level(
     shares = [_share_with_step(rank_problem, lean, level) for level in at]
     enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - MARGIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
-    best = None
+    best, tried = None, list[tuple[float, Plan]]()
     if first is not None:  # the solver's statement may be about blocks that gather nothing
         chosen = dataclasses.replace(lean, zero=first.level)
         best = first.step, reconsidered(local(problem, chosen), chosen)
+        tried.append(best)
     least, refusal = estimate(rank_problem, lean).step_time, None
 
     def needed() -> float:
@@ -139,12 +142,26 @@ def _best_level(
                 floors |= {k: max(below, floors[k]) for k in floors if k < share.level}
             continue
         step = step_of(local(problem, trial), trial)
+        tried.append((step, trial))
         if best is None or step < (1 - GAIN) * best[0]:
             best = step, trial
     if best is None or _lower_bound(problem, best[1]) >= most:
         message = f"no level of ZeRO that fits has a step below {most:.6g} s"
         raise refusal or InfeasibleError(message)
-    return _at_lowest_level(problem, best[1], min(most, best[0] / (1 - MARGIN)))
+    plan = _at_lowest_level(problem, best[1], min(most, best[0] / (1 - MARGIN)))
+    near = (trial for step, trial in tried if trial is not best[1] and step <= (1 + NEAR) * best[0])
+    return _judged(problem, [plan, *near])
+
+
+def _judged(problem: Problem, plans: Sequence[Plan]) -> Plan:
+    """The first plan if its lowered step is at most MARGIN longer than that of any other, else the
+    one with the shortest. The first is taken where only it is there, or that takes too long."""
+    judge = problem.judge
+    if len(plans) == 1 or judge is None or not 1 < plans[0].mesh.pipeline <= DEEP:
+        return plans[0]
+    steps = [judge(local(problem, plan), plan) for plan in plans]
+    enough = min(steps) / (1 - MARGIN)
+    return plans[0 if steps[0] <= enough else steps.index(min(steps))]
 
 
 def _at_lowest_level(problem: Problem, plan: Plan, enough: float) -> Plan:
