@@ -105,25 +105,42 @@ def _schedules(problem: Problem, start: Plan) -> Iterator[Bound]:
         rank_problem = local(problem, plan)
         for candidate in candidates_for(rank_problem, plan):
             if asked in ("auto", candidate.schedule):
-                finer = partial(_with_memory, problem, candidate)
-                yield roomy_bound(rank_problem, candidate), finer
+                seconds = roomy_bound(rank_problem, candidate)
+                if _is_selective_open(problem, candidate) and _is_short(problem, candidate):
+                    others = (_roomy(problem, other) for other in _selective(problem, candidate))
+                    seconds = min(seconds, *others)
+                yield seconds, partial(_with_memory, problem, candidate)
 
 
 def _sharded(problem: Problem, plan: Plan) -> Plan:
     return ShardPass().run(local(problem, plan), plan)
 
 
+def _is_selective_open(problem: Problem, plan: Plan) -> bool:
+    """Whether cheap operators may be recomputed and are not yet."""
+    return problem.options.recompute == "auto" and not plan.selective
+
+
+def _selective(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """The plan with cheap operators recomputed, also with blocks offloaded where they may be."""
+    for offload in dict.fromkeys((plan.offload, problem.may_offload)):
+        again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
+        yield _sharded(problem, again)
+
+
+def _is_short(problem: Problem, plan: Plan) -> bool:
+    """Whether memory decides the sharding of a plan."""
+    return ShardPass().is_short(local(problem, dataclasses.replace(plan, sharding=None)))
+
+
 def _with_memory(problem: Problem, plan: Plan, *, is_plain: bool = True) -> Iterator[Bound]:
     """Bounds with limited memory, at the highest level of ZeRO where that is open. Where memory
-    forces a plain plan to recompute blocks, also of plans that recompute cheap operators instead,
-    which does not pay otherwise."""
-    rank_problem = local(problem, plan)
-    is_plain = is_plain and problem.options.recompute == "auto" and not plan.selective
-    if is_plain and is_forced(rank_problem, plan):
+    forces a plain plan to recompute blocks, or another sharding, also of plans that recompute cheap
+    operators instead, which does not pay otherwise."""
+    is_plain = is_plain and _is_selective_open(problem, plan)
+    if is_plain and (_is_short(problem, plan) or is_forced(local(problem, plan), plan)):
         is_plain = False
-        for offload in dict.fromkeys((plan.offload, problem.may_offload)):
-            again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
-            other = _sharded(problem, again)
+        for other in _selective(problem, plan):
             yield _roomy(problem, other), partial(_with_memory, problem, other)
     yield from _simulated(problem, plan, is_plain)
 

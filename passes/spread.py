@@ -37,6 +37,15 @@ def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
     )
 
 
+def spread_bytes(problem: Problem) -> int:
+    """Bytes on every rank of a vocabulary that all ranks share, before a method is decided; 0 where
+    it is on stages."""
+    if problem.graph.vocabulary is None:
+        return 0
+    parts = _parts(problem, problem.mesh.pipeline * problem.mesh.tensor, "vocab-2")
+    return int(parts["resident"] + parts["saved"] + parts["more"])
+
+
 def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     """Seconds and bytes of a method. Cached."""
     key = "vocabulary", ranks, method

@@ -13,8 +13,9 @@ Decide      a strategy of each node, a placement of each parameter; blocks of on
 Minimize    seconds of a micro-batch, with its part of the update
 Subject to  values are converted where maker and reader differ
             a parameter is in pieces only where all its readers take the same pieces
-            states, and what the micro-batches in flight save, fit into 90 % of the memory of all
-            stages together, because the stages of blocks are decided later
+            states, what the micro-batches in flight save, and the largest block where blocks run
+            again, fit into 90 % of the memory of all stages together that batch, buckets and a
+            vocabulary on all ranks leave, because the stages of blocks are decided later
 
 `ilp_builder` makes the programme from the graph, `ilp` states and solves it. Where nothing fits,
 blocks may be recomputed, and all the memory may be filled; where that does not help either, the
@@ -45,6 +46,7 @@ from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
 from parcompiler.passes.shard.plan_entries import assignment, check, sharding
 from parcompiler.passes.shard.templates import fold
+from parcompiler.passes.spread import spread_bytes
 from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import Assignment
@@ -69,10 +71,17 @@ class ShardPass(Pass):
             return plan
         if plan.sharding is not None:
             return plan
+        return dataclasses.replace(plan, sharding=self._decided(problem)[0])
+
+    def is_short(self, problem: Problem) -> bool:
+        """Whether the fastest sharding does not fit, or not when nothing is recomputed."""
+        return problem.mesh.tensor > 1 and self._decided(problem)[1]
+
+    def _decided(self, problem: Problem) -> tuple[Sharding, bool]:
+        """The sharding, and whether memory is short."""
         # It does not depend on the vocabulary's method, nor on whether blocks are offloaded.
         kept = problem.selectively(problem.selective)
-        chosen = kept.once(("sharding", self.part), lambda: decided(kept, self.part))
-        return dataclasses.replace(plan, sharding=chosen)
+        return kept.once(("sharding", self.part), lambda: _decided(kept, self.part))
 
 
 def decided(problem: Problem, part: float = 0.9) -> Sharding:
@@ -81,10 +90,15 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     Raises InputError for a pin that names nothing, InfeasibleError for pins that exclude each
     other.
     """
+    return _decided(problem, part)[0]
+
+
+def _decided(problem: Problem, part: float) -> tuple[Sharding, bool]:
+    """`decided`, and whether memory is short."""
     pins = pinning.read(problem.options.sharding, problem.graph)
     candidates = _candidates(problem, pins)
-    built, answer = _fitting(problem, candidates, pins, part)
-    return sharding(candidates, built, answer, problem.mesh.pipeline)
+    built, answer, is_short = _fitting(problem, candidates, pins, part)
+    return sharding(candidates, built, answer, problem.mesh.pipeline), is_short
 
 
 def _candidates(problem: Problem, pins: Pins) -> Candidates:
@@ -99,21 +113,23 @@ def _candidates(problem: Problem, pins: Pins) -> Candidates:
 
 def _fitting(
     problem: Problem, candidates: Candidates, pins: Pins, part: float
-) -> tuple[BuiltProgramme, Answer]:
+) -> tuple[BuiltProgramme, Answer, bool]:
     """The fastest sharding that fits; if none does, with blocks recomputed, then with all of the
-    memory filled; if none fits then, the one with least memory."""
+    memory filled; if none fits then, the one with least memory. Also whether memory is short."""
     states = _states(problem)
     wanted = problem.options.recompute
     built: BuiltProgramme | None = None
     tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(str(wanted), (False, True))
-    for filled, recomputed in (*((part, again) for again in tries), (1.0, tries[-1])):
+    ways = *((part, again) for again in tries), (1.0, tries[-1])
+    for number, (filled, recomputed) in enumerate(ways):
         built = build(candidates, pins, states, _budget(problem, filled, recomputed=recomputed))
         with suppress(InfeasibleError):
-            return built, decide(built.programme)
+            answer = decide(built.programme)
+            return built, answer, number > 0 or answer.is_short
     assert built is not None
     unlimited = dataclasses.replace(built.programme, budget=None)
     try:
-        return built, decide(unlimited, least_memory=True)
+        return built, decide(unlimited, least_memory=True), True
     except InfeasibleError as error:
         raise InfeasibleError(_conflict(candidates, pins, states)) from error
 
@@ -142,9 +158,11 @@ def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
     in_flight = min(mesh.pipeline, options.microbatches)
     if options.schedule in ("gpipe", "naive"):
         in_flight = options.microbatches
+    # Tensors are in pieces if that is needed: so is the largest one of a bucket.
+    besides = problem.bucket_bytes / mesh.tensor + problem.held_batch_bytes + spread_bytes(problem)
     each = sum(problem.memories) / mesh.pipeline  # all ranks together hold the model
-    free = each * part - problem.bucket_bytes
-    saved = SavedValues(recomputed, problem.selective and not recomputed)
+    free = (each - besides) * part
+    saved = SavedValues(recomputed, problem.selective)
     return MemoryBudget(max(1.0, free), mesh.pipeline, in_flight, saved)
 
 

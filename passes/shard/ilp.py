@@ -10,6 +10,7 @@ Given       c[g,s]      seconds of choice s of decision g, and b[g,s], its bytes
             costs       seconds and bytes of a conversion or a value that several edges share: due
                         once when any of several events (a choice, or a pair of types) occurs
             budget      of bytes
+            blocks      that run again: bytes of choices and shared costs, times a weight
 Decide      x[g,s]      whether decision g has choice s
             e[k,a,t]    whether edge k leads from type a to type t
             z[q]        whether shared cost q is due
@@ -18,7 +19,7 @@ Subject to  each decision has one choice                    sum over s of x[g,s]
             an edge leads from the type that g gives        sum over t of e[k,a,t] = x   (_connect)
             to the type that h needs                        sum over a of e[k,a,t] = x   (_connect)
             a shared cost is due with each of its events    z[q] >= e or x               (_share)
-            memory suffices                                 bytes <= budget              (_fit)
+            memory suffices, with any one block             bytes <= budget              (fit)
 
 This is the formulation of Alpa's intra-operator pass (2201.12023, section 4.2), except for the
 costs that edges share. Its linear relaxation is nearly always integral (it is a chain of small
@@ -29,8 +30,8 @@ of a model: blocks of one template are one here, with their seconds times their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.plan import Solution
@@ -97,23 +98,37 @@ class SharedCost:
     nbytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """What a block holds for its backward when it runs again: bytes of each choice, by decision,
+    and shared costs."""
+
+    decisions: tuple[tuple[int, tuple[float, ...]], ...]
+    shared: tuple[SharedCost, ...]
+
+
 @dataclass(frozen=True)
 class Programme:
-    """The data of the programme. `budget` is None where memory does not matter."""
+    """The data of the programme. `budget` is None where memory does not matter; `blocks` are those
+    that run again, whose bytes count `weight` times."""
 
     decisions: tuple[Decision, ...]
     edges: tuple[Edge, ...]
     shared: tuple[SharedCost, ...]
     budget: float | None = None
+    blocks: tuple[BlockBytes, ...] = ()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A choice of each decision, their bytes, and the solver's bound and gap of the seconds."""
+    """A choice of each decision, their bytes, and the solver's bound and gap of the seconds.
+    `is_short` says that faster choices do not fit into the memory."""
 
     choices: tuple[int, ...]
     nbytes: float
     solution: Solution = field(repr=False)
+    is_short: bool = False
 
 
 def decide(data: Programme, *, least_memory: bool = False) -> Answer:
@@ -125,13 +140,13 @@ def decide(data: Programme, *, least_memory: bool = False) -> Answer:
         message = "no choices fit into the memory"
         raise InfeasibleError(message)
     linear = LinearModel(data)
-    weight = MEGA if least_memory else MICRO
-    linear.model.minimize(linear.bytes if least_memory else linear.seconds)
-    solved = solve(linear.model, relax=True)
-    values = ([solved[variable] for variable in variables] for variables in linear.variables)
-    choices = tuple(max(range(len(x)), key=x.__getitem__) for x in values)
-    bound = Solution(solved.status, solved.objective / weight, solved.bound / weight, solved.gap)
-    return Answer(choices, bytes_of(data, choices), bound)
+    if least_memory:
+        return linear.answer(linear.bytes, MEGA)
+    free = linear.answer(linear.seconds, MICRO)
+    if fits(data, free.choices):
+        return free
+    linear.fit()
+    return replace(linear.answer(linear.seconds, MICRO), is_short=True)
 
 
 class LinearModel:
@@ -145,8 +160,16 @@ class LinearModel:
         self.variables = [self._choose(decision) for decision in data.decisions]
         self.edge_terms = [self._connect(edge) for edge in data.edges]
         for number, cost in enumerate(data.shared):
-            self._share(number, cost)
-        self._fit()
+            self._share(f"z[{number}]", cost)
+
+    def answer(self, objective: Sequence[Term], unit: float) -> Answer:
+        """The choices with the least objective, whose terms are in `unit`."""
+        self.model.minimize(objective)
+        solved = solve(self.model, relax=True)
+        values = ([solved[variable] for variable in variables] for variables in self.variables)
+        choices = tuple(max(range(len(x)), key=x.__getitem__) for x in values)
+        bound = Solution(solved.status, solved.objective / unit, solved.bound / unit, solved.gap)
+        return Answer(choices, bytes_of(self.data, choices), bound)
 
     def _choose(self, decision: Decision) -> list[Variable]:
         """Each decision has one choice."""
@@ -193,18 +216,20 @@ class LinearModel:
             terms.setdefault(placement, []).append((1, variable))
         return terms
 
-    def _share(self, number: int, cost: SharedCost) -> None:
+    def _share(self, name: str, cost: SharedCost) -> None:
         """A shared cost is due if any of its events occurs."""
+        if cost.seconds or cost.nbytes:
+            self._cost(self._due(name, cost), cost.seconds, cost.nbytes)
+
+    def _due(self, name: str, cost: SharedCost) -> list[Term]:
+        """Terms whose sum is 1 if a shared cost is due."""
         events = [terms for event in cost.events if (terms := self._terms(event))]
-        if not events or not (cost.seconds or cost.nbytes):
-            return
-        if len(events) == 1:
-            self._cost(events[0], cost.seconds, cost.nbytes)
-            return
-        due = self.model.binary(f"z[{number}]")
+        if len(events) < 2:
+            return events[0] if events else []
+        due = self.model.binary(name)
         for terms in events:
             self.model.constrain([(1, due), *_negative(terms)], low=0)
-        self._cost([(1, due)], cost.seconds, cost.nbytes)
+        return [(1, due)]
 
     def _terms(self, event: Event) -> list[Term]:
         """Terms whose sum is 1 when an event occurs."""
@@ -223,16 +248,30 @@ class LinearModel:
         if nbytes:
             self.bytes += [(count * nbytes * MEGA, variable) for count, variable in terms]
 
-    def _fit(self) -> None:
+    def fit(self) -> None:
         """Memory suffices; no constraint is needed where all choices together would fit."""
-        if self.data.budget is not None:
-            budget = self.data.budget * MEGA
-            if sum(count for count, _ in self.bytes) > budget:
+        assert self.data.budget is not None, "there is a budget"
+        budget, sums = self.data.budget * MEGA, [self.bytes]
+        for number, block in enumerate(self.data.blocks):
+            sums.append([*self.bytes, *self._held(number, block)])
+        for terms in sums:
+            if sum(count for count, _ in terms) > budget:
                 total: dict[Variable, float] = {}
-                for count, variable in self.bytes:
+                for count, variable in terms:
                     total[variable] = total.get(variable, 0.0) + count
                 terms = [(count, variable) for variable, count in total.items()]
                 self.model.constrain(terms, high=budget)
+
+    def _held(self, number: int, block: BlockBytes) -> Iterator[Term]:
+        """The bytes of a block that runs again."""
+        each = MEGA * self.data.weight
+        for decision, nbytes in block.decisions:
+            for size, variable in zip(nbytes, self.variables[decision], strict=True):
+                if size:
+                    yield size * each, variable
+        for place, cost in enumerate(block.shared):
+            for count, variable in self._due(f"y[{number},{place}]", cost):
+                yield count * cost.nbytes * each, variable
 
 
 def _negative(terms: Sequence[Term]) -> Iterator[Term]:
@@ -242,10 +281,25 @@ def _negative(terms: Sequence[Term]) -> Iterator[Term]:
 def bytes_of(data: Programme, choices: Sequence[int]) -> float:
     """The bytes of these choices."""
     costs = (decision.nbytes[s] for decision, s in zip(data.decisions, choices, strict=True))
-    return sum(costs) + sum(cost.nbytes for cost in due(data, choices))
+    return sum(costs) + sum(cost.nbytes for cost in due(data, data.shared, choices))
 
 
-def due(data: Programme, choices: Sequence[int]) -> Iterator[SharedCost]:
+def fits(data: Programme, choices: Sequence[int]) -> bool:
+    """Whether memory suffices for these choices."""
+    if data.budget is None:
+        return True
+
+    def held(block: BlockBytes) -> float:
+        own = sum(nbytes[choices[decision]] for decision, nbytes in block.decisions)
+        return own + sum(cost.nbytes for cost in due(data, block.shared, choices))
+
+    most = max(map(held, data.blocks), default=0.0) * data.weight
+    return bytes_of(data, choices) + most <= data.budget
+
+
+def due(
+    data: Programme, shared: Iterable[SharedCost], choices: Sequence[int]
+) -> Iterator[SharedCost]:
     """The shared costs with an event that occurs."""
     pairs = [pair_of(edge, choices) for edge in data.edges]
 
@@ -254,7 +308,7 @@ def due(data: Programme, choices: Sequence[int]) -> Iterator[SharedCost]:
             return choices[event.decision] in event.choices
         return pairs[event.edge] in event.pairs
 
-    return (cost for cost in data.shared if any(map(occurs, cost.events)))
+    return (cost for cost in shared if any(map(occurs, cost.events)))
 
 
 def pair_of(edge: Edge, choices: Sequence[int]) -> Pair:

@@ -5,7 +5,8 @@ model is held in pieces only where all its readers take the same pieces, else wh
 without a gradient).
 
 Memory is that of all stages together, divided by their number: the parameters with gradient and
-optimizer states, and the values that are saved for the backward of each micro-batch in flight. A
+optimizer states, and the values that are saved for the backward of each micro-batch in flight.
+Where blocks are recomputed, what one of them saves until its own backward comes on top. A
 saved value counts once for each form in which it is saved: as it is made, and as it is converted
 (gathered from pieces, say). Views share the memory of their base. Under selective recomputation,
 results of operators that run again are not saved, and of gathered values only the pieces are.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from torch import fx
 from parcompiler.cost.selective import running_again
 from parcompiler.passes.shard.candidates import Candidates, NodeChoices, NodeGroup, result_index
 from parcompiler.passes.shard.ilp import (
+    BlockBytes,
     ChoiceEvent,
     Decision,
     Edge,
@@ -61,12 +63,14 @@ class MemoryBudget:
 class SavedValues(NamedTuple):
     """What counts as saved for the backward.
 
-    `recomputed`: blocks are recomputed, and save only their inputs. `selective`: cheap operators
-    run again, and nothing of them is saved.
+    `recomputed`: blocks are recomputed, and save only their inputs, until they run again.
+    `selective`: cheap operators run again, and nothing of them is saved. `inside`: inputs of blocks
+    do not count.
     """
 
     recomputed: bool = False
     selective: bool = False
+    inside: bool = False
 
 
 class StateCost(NamedTuple):
@@ -96,6 +100,7 @@ class _Form(NamedTuple):
     tensors: Mapping[TensorGroup, tuple[Placement, ...]]
     edges: tuple[Edge, ...]
     shared: tuple[SharedCost, ...]
+    blocks: tuple[BlockBytes, ...]
 
 
 def build(
@@ -113,18 +118,28 @@ def build(
     in_flight = 1 if memory is None else memory.in_flight
     budget = None if memory is None else memory.nbytes * memory.stages / in_flight
     part = 0.0 if memory is None else 1 / in_flight
+    weight = 1.0 if memory is None else memory.stages / in_flight  # of what one rank holds
     pinned = tuple((name, pins.placements[name]) for name in pins.matches)
     form = candidates.folded.graph.once(
-        ("programme", candidates, pinned, saved),
-        lambda: _ProgrammeBuilder(candidates, pins, saved).form(),
+        ("programme", candidates, pinned, saved), lambda: _form(candidates, pins, saved)
     )
     tensors = (
         _tensor_decision(tensor, types, states, candidates.costs.n, part)
         for tensor, types in form.tensors.items()
     )
     decisions = *form.groups, *tensors, Decision("loss", (0.0,), (0.0,))
-    programme = Programme(decisions, form.edges, form.shared, budget)
+    programme = Programme(decisions, form.edges, form.shared, budget, form.blocks, weight)
     return BuiltProgramme(programme, candidates.groups, form.tensors, in_flight)
+
+
+def _form(candidates: Candidates, pins: Pins, saved: SavedValues | None) -> _Form:
+    """Build everything that does not depend on the costs of tensors."""
+    if saved is None or not saved.recomputed:
+        return _ProgrammeBuilder(candidates, pins, saved).form()
+    form = _ProgrammeBuilder(candidates, pins, SavedValues(recomputed=True)).form()
+    again = saved._replace(recomputed=False, inside=True)
+    blocks = _ProgrammeBuilder(candidates, pins, again).blocks()
+    return form._replace(blocks=tuple(blocks))
 
 
 def _tensor_decision(
@@ -213,10 +228,10 @@ class _ProgrammeBuilder:
         self.again: frozenset[fx.Node] = frozenset[fx.Node]().union(*again)
 
     def form(self) -> _Form:
-        """Build everything that does not depend on the costs of tensors."""
+        """All but the blocks that run again."""
         self.add_edges()
         groups, shared = tuple(self.decisions()), tuple(self.shared_costs())
-        return _Form(groups, self.tensors, tuple(self.edges), shared)
+        return _Form(groups, self.tensors, tuple(self.edges), shared, ())
 
     @cached_property
     def tensors(self) -> dict[TensorGroup, tuple[Placement, ...]]:
@@ -373,10 +388,11 @@ class _ProgrammeBuilder:
         """Whether a reader saves a value; a block that is recomputed saves its inputs."""
         if self.saved is None:
             return False
-        if not self.saved.recomputed:
-            return operand in reader.work.saves
         template = self.folded.templates[number]
-        return source.node not in template.first.nodes or count != len(template.blocks)
+        inside = source.node in template.first.nodes and count == len(template.blocks)
+        if self.saved.recomputed:
+            return not inside
+        return operand in reader.work.saves and (inside or not self.saved.inside)
 
     def _add_edge(
         self,
@@ -408,26 +424,49 @@ class _ProgrammeBuilder:
                 once = self.costs.conversion_seconds(*pair, nbytes, carries=carries)
                 if once and pair[0] != pair[1]:
                     yield SharedCost(events, shared.count * once)
+        for base in self.candidates.nodes:
+            for cost in self._saved_as_made(base):
+                yield replace(cost, nbytes=self._count(base) * cost.nbytes)
+        for shared in self.conversions.values():
+            for cost in self._saved_converted(shared):
+                yield replace(cost, nbytes=shared.count * cost.nbytes)
+
+    def blocks(self) -> Iterator[BlockBytes]:
+        """What a block of each template saves."""
+        self.add_edges()
+        for number, template in enumerate(self.folded.templates):
+            groups = [
+                (
+                    place,
+                    tuple(sum(map(self._saved_besides, group.members, x)) for x in group.choices),
+                )
+                for place, group in enumerate(self.candidates.groups)
+                if self.folded.home[group.members[0].node] == number
+            ]
+            own = (shared for key, shared in self.conversions.items() if number in key[2:3])
+            found = [cost for shared in own for cost in self._saved_converted(shared)]
+            found += [cost for node in template.first.nodes for cost in self._saved_as_made(node)]
+            yield BlockBytes(tuple(groups), tuple(found))
+
+    def _saved_converted(self, shared: _SharedConversions) -> Iterator[SharedCost]:
+        """The values that a block saves as it converts them."""
         if self.saved is None:
             return
-        for base in self.candidates.nodes:
-            yield from self._saved_as_made(base, self.saved)
-        for shared in self.conversions.values():
-            for (a, t), events in _by_pair(shared.saving, self.edges).items():
-                is_gathered_again = self.saved.selective and (a.kind, t.kind) in GATHERS
-                if is_gathered_again and shared.again:
-                    continue  # the value itself is made again, too
-                if not _is_same_memory(a, t):
-                    saved_form = a if is_gathered_again else t
-                    size = self._on_rank(shared.count * shared.nbytes, saved_form)
-                    yield SharedCost(events, 0.0, size)
+        for (a, t), events in _by_pair(shared.saving, self.edges).items():
+            is_gathered_again = self.saved.selective and (a.kind, t.kind) in GATHERS
+            if is_gathered_again and shared.again:
+                continue  # the value itself is made again, too
+            if not _is_same_memory(a, t):
+                saved_form = a if is_gathered_again else t
+                yield SharedCost(events, 0.0, self._on_rank(shared.nbytes, saved_form))
 
-    def _saved_as_made(self, base: fx.Node, saved: SavedValues) -> Iterator[SharedCost]:
-        """The memory that a node makes, if the node, or a reader of it or of a view, saves it."""
-        if base in self.again:
+    def _saved_as_made(self, base: fx.Node) -> Iterator[SharedCost]:
+        """The memory that a node of one block makes, if the node, or a reader of it or of a view,
+        saves it."""
+        if base in self.again or self.saved is None:
             return
         member, number = self.candidates.nodes[base], self.number[base]
-        saves_itself = member.work.saves_result and not saved.recomputed
+        saves_itself = member.work.saves_result and not self.saved.recomputed
         for result, value in enumerate(member.call.results):
             by_type: dict[Placement, set[int]] = {}
             for choice, made in enumerate(self.candidates.groups[number].types(base, result)):
@@ -440,7 +479,7 @@ class _ProgrammeBuilder:
                     if result == 0 or node is base:
                         events += _read_as_made(self.edges[edge], edge, choices)
                 if events:
-                    nbytes = self._on_rank(self._count(base) * nbytes_of(value), placement)
+                    nbytes = self._on_rank(nbytes_of(value), placement)
                     yield SharedCost(tuple(dict.fromkeys(events)), 0.0, nbytes)
 
     def _on_rank(self, nbytes: int, placement: Placement) -> float:

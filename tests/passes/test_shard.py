@@ -18,7 +18,7 @@ from parcompiler.capture import capture
 from parcompiler.device import Device, device
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.graph import Graph
-from parcompiler.models import dlrm, gpt, llama, moe
+from parcompiler.models import dlrm, gpt, llama, moe, resnet
 from parcompiler.options import Options
 from parcompiler.passes.shard import ShardPass, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
@@ -500,3 +500,18 @@ def test_a_fault_of_one_layer_is_found_among_layers_that_are_alike(where: str) -
         other = dataclasses.replace(assigned[node], outputs=(SORTED,))
     with pytest.raises(PlanError, match="there is no such conversion"):
         check(graph, {**assigned, node: other}, blocks=blocks)
+
+
+def test_pieces_are_smaller_where_whole_blocks_that_run_again_do_not_fit() -> None:
+    """With the batch, such a block was more than the memory, though pins fitted the model."""
+    config = resnet.PRESETS["tiny"]
+    with torch.device("meta"):
+        size, model = config.image_size, resnet.ResNet(config)
+        images = torch.zeros(16, config.in_channels, size, size)
+        inputs = images, torch.zeros(16, dtype=torch.long)
+    small = dataclasses.replace(device("h100"), memory=1_080_000)
+    program = pc.compile(
+        model, pc.Mesh(tensor=4, device=small), inputs, microbatches=4, optimizer="sgd",
+        progress=False,
+    )  # fmt: skip
+    assert max(program.simulate().peak_memory) <= small.memory

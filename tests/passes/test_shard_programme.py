@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import pytest
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.shard.ilp import (
+    BlockBytes,
     ChoiceEvent,
     Decision,
     Edge,
@@ -32,13 +34,20 @@ TYPES = (R, I, P, S(0), S(1))
 def is_possible(data: Programme, choices: tuple[int, ...]) -> bool:
     """Whether every edge leads through a pair that is allowed, and memory suffices."""
     leads = all(pair_of(edge, choices) in edge.allowed for edge in data.edges)
-    return leads and (data.budget is None or bytes_of(data, choices) <= data.budget)
+    if data.budget is None:
+        return leads
+    again = []
+    for block in data.blocks:
+        shared = sum(cost.nbytes for cost in due(data, block.shared, choices))
+        own = sum(nbytes[choices[decision]] for decision, nbytes in block.decisions)
+        again.append(data.weight * (own + shared))
+    return leads and bytes_of(data, choices) + max(again, default=0.0) <= data.budget
 
 
 def seconds_of(data: Programme, choices: tuple[int, ...]) -> float:
     """The objective."""
     decided = (x.seconds[s] for x, s in zip(data.decisions, choices, strict=True))
-    return sum(decided) + sum(cost.seconds for cost in due(data, choices))
+    return sum(decided) + sum(cost.seconds for cost in due(data, data.shared, choices))
 
 
 def variables(data: Programme) -> int:
@@ -88,7 +97,14 @@ def some(seed: int) -> Programme:
                 charge = chance.randrange(9) * 1e-6, chance.randrange(9) * 1e3
                 charges.append(SharedCost(tuple(events), *charge))
     budget = chance.choice((None, None, 40e3, 60e3, 90e3))
-    return Programme(groups, tuple(edges), tuple(charges), budget)
+    blocks = []
+    for _ in range(chance.choice((0, 1, 3))):  # that run again
+        number = chance.randrange(len(groups))
+        sizes = tuple(chance.randrange(40) * 1e3 for _ in groups[number].seconds)
+        held = tuple(dataclasses.replace(x, seconds=0.0) for x in chance.sample(charges, 3))
+        blocks.append(BlockBytes(((number, sizes),), held))
+    weight = chance.choice((1.0, 1.5))
+    return Programme(groups, tuple(edges), tuple(charges), budget, tuple(blocks), weight)
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -106,20 +122,24 @@ def test_the_objective_is_that_of_trying_everything(part: int) -> None:
         assert answer.solution.objective == pytest.approx(best, rel=1e-7, abs=1e-12)
         assert answer.solution.status == "optimal"
         assert answer.nbytes == bytes_of(data, answer.choices)
+        free = tried(dataclasses.replace(data, budget=None))
+        assert answer.is_short or best == free
 
 
 def test_random_programmes_are_of_every_sort() -> None:
     programmes = [some(seed) for seed in range(320)]
     found = [tried(data) for data in programmes]
     assert sum(best is None for best in found) > 10
-    limited = [
-        data
-        for data, best in zip(programmes, found, strict=True)
-        if best is not None
-        and data.budget is not None
-        and best > (tried(dataclasses.replace(data, budget=None)) or 0)
-    ]
-    assert len(limited) > 10
+    for limits in ("budget", "blocks"):
+        without: dict[str, Any] = {"budget": None} if limits == "budget" else {"blocks": ()}
+        limited = [
+            data
+            for data, best in zip(programmes, found, strict=True)
+            if best is not None
+            and data.budget is not None
+            and best > (tried(dataclasses.replace(data, **without)) or 0)
+        ]
+        assert len(limited) > 10
 
 
 def test_an_edge_with_one_type_at_an_end_has_no_variables() -> None:
