@@ -129,7 +129,7 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
         forward, both = sum(priced.forward) / pace, sum((*priced.forward, *priced.backward)) / pace
         spread = vocabulary_cost(problem, plan)
         there = both if plan.schedule in WAITING else forward
-        fill = (ranks - 1) * there * ranks / len(outline(plan).placement)
+        fill = (pace - 1) * there * ranks / len(outline(plan).placement)
         shared = spread.compute if spread else 0.0  # it may be done while stages wait
         busy = plan.microbatches * both + max(fill, plan.microbatches * shared)
         return busy + least_update(problem)
@@ -276,8 +276,6 @@ def _step(
         saved=0,
     )
     messages = list(_messages(problem, plan))
-    if plan.orders is not None:
-        return timing(trunk(plan), [cost] * stages, messages).step_time
 
     def on(fewer: int, microbatches: int) -> float:
         mesh = dataclasses.replace(plan.mesh, pipeline=fewer)
@@ -291,11 +289,17 @@ def _step(
 
     small = SMALL + ranks % PERIOD
     sent = {x.seconds for x in messages if placement[x.source] != placement[x.targets[0]]}
-    if small + PERIOD >= ranks or m < FULL * ranks or m * PERIOD % ranks or len(sent) > 1:
+    if plan.orders is not None:
+        step = timing(trunk(plan), [cost] * stages, messages).step_time
+    elif small + PERIOD >= ranks or m < FULL * ranks or m * PERIOD % ranks or len(sent) > 1:
         step, small = on(ranks, m), min(small, ranks)
     else:
         least, further = (on(fewer, m * fewer // ranks) for fewer in (small, small + PERIOD))
         step = (least + (further - least) * (ranks - small) / PERIOD) * (1 - unsure)
+    # While a micro-batch passes all other ranks, a rank is idle: on `ranks` of the fastest devices
+    # for all stages but its own, on unequal ones at least for all blocks but its share of them.
+    idle = step - m * sum((*priced.forward, *priced.backward)) / pace
+    step -= idle * (ranks - pace) / max(1, ranks - 1)
     if more:
         begun, ended = (on(small, rounds * small) for rounds in (STEADY, STEADY + more))
         step += (ended - begun) / small * ranks * (1 - UNSURE_PACE.get(plan.schedule, 0.0))

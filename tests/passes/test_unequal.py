@@ -1,16 +1,22 @@
 """Pipelines of unequal devices: what each rank takes, what fits on it, and what it costs."""
 
 import dataclasses
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import parcompiler as pc
 from parcompiler.device import Device, device
+from parcompiler.models import gpt
 from parcompiler.passes import DEFAULT, OrderPass
+from parcompiler.passes.base import MARGIN
 from parcompiler.passes.estimate import estimate
+from parcompiler.passes.even import even_step
+from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import TemplateTime
 from parcompiler.report.web.charts import memory
@@ -122,6 +128,27 @@ def test_the_estimate_of_the_passes_is_what_the_simulator_says(options: dict[str
     step = found.simulate().step_time
     assert estimate(own, found.plan).step_time == pytest.approx(step, rel=1e-12)
     assert found.report().step.ideal <= step
+
+
+def test_no_schedule_is_faster_where_slow_ranks_fill_a_short_pipeline() -> None:
+    """Bounds of even stages counted as much for filling it as if all ranks had as many blocks."""
+    fast = device("h100")
+    slow = dataclasses.replace(
+        fast, name="slow", flops=tuple((dtype, peak / 4) for dtype, peak in fast.flops),
+        memory_bandwidth=fast.memory_bandwidth / 4, launch_overhead=4 * fast.launch_overhead,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.Config(layers=16, heads=4, hidden=128, vocabulary=256, sequence=64))
+    tokens, mesh = torch.zeros(1, 64, dtype=torch.long), pc.Mesh(3, device=(fast, slow, slow))
+    given: Any = {"microbatches": 2, "vocabulary": "whole", "progress": False}
+    chosen = pc.compile(model, mesh, (tokens, tokens), **given)
+    best = math.inf
+    for name in CANDIDATES:
+        named = pc.compile(chosen, mesh, schedule=name, **given)
+        step = named.simulate().step_time
+        best, own = min(best, step), local(named.problem, named.plan)
+        assert even_step(own, named.plan) <= step * (1 + 1e-9)
+    assert chosen.simulate().step_time <= best * (1 + MARGIN) * (1 + 1e-9)
 
 
 def test_equal_devices_in_a_sequence_are_one_device() -> None:
