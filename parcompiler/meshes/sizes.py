@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from parcompiler.capture.clean import simplify
 from parcompiler.errors import InputError, ParcompilerError, shown
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster, Mesh, whole
@@ -138,21 +139,27 @@ class MicrobatchSizes:
         """The problem for micro-batches of `rows` rows, on which the model is captured. Raises
         CaptureError where it refuses them."""
         if rows not in self._problems:
+            options, mesh = self.problem.options, self.problem.mesh
+            graph = prepared(self._captured_at(rows), options, mesh, options.dtype)
+            self._problems[rows] = self.problem.anew(graph=graph)
+        return self._problems[rows]
+
+    def _captured_at(self, rows: int | None) -> Graph:
+        """The graph captured on `rows` rows."""
+        if rows not in self.graphs:
             assert rows is not None, "the rows that are given are captured"
             assert self.captured.recapture is not None, "wanted_rows asks for the model"
             sample = sample_at(self.captured, (batch_of(self.problem.graph),), {"b": rows})
             self.graphs[rows] = self.captured.recapture(sample)
-            options, mesh = self.problem.options, self.problem.mesh
-            graph = prepared(self.graphs[rows], options, mesh, options.dtype)
-            self._problems[rows] = self.problem.anew(graph=graph)
-        return self._problems[rows]
+        return self.graphs[rows]
 
     @cached_property
     def _fixed(self) -> str | None:
         """Why there are no micro-batches of other rows, or why their step may have another loss."""
         rows = max(self.given or 0, 2)  # one row alone may be computed in another way than several
         try:
-            return batch_dependence(self.at(rows).graph, self.at(2 * rows).graph)
+            graphs = (simplify(self._captured_at(x)) for x in (rows, 2 * rows))
+            return batch_dependence(*graphs)
         except ParcompilerError as error:
             return first_line(error)
 

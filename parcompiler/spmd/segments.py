@@ -70,9 +70,9 @@ def _merged(call: NodeCall) -> Segments:
     if call.base not in VIEWS or len(call.operands) != 1 or len(call.results) != 1:
         return ()
     apart, joined = sorted((call.shapes[0], call.result_shapes[0]), key=len, reverse=True)
-    if len(apart) < 2 or not joined or 1 in apart[:2] or joined[0] != apart[0] * apart[1]:
+    if not len(apart) > len(joined) > 0 or 1 in apart[:2] or joined[0] != apart[0] * apart[1]:
         return ()
-    return (apart[1],) * apart[0] if joined[1:2] == apart[2:3] else ()
+    return (apart[1],) * apart[0]
 
 
 def _flattened(call: NodeCall, merged: Segments) -> Iterator[Strategy]:
