@@ -9,7 +9,7 @@ the problem for each number of rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from parcompiler.capture.clean import simplify
@@ -140,6 +140,8 @@ class MicrobatchSizes:
         CaptureError where it refuses them."""
         if rows not in self._problems:
             options, mesh = self.problem.options, self.problem.mesh
+            # which look up rows of tables
+            options = replace(options, microbatches=self.microbatches(rows))
             graph = prepared(self._captured_at(rows), options, mesh, options.dtype)
             self._problems[rows] = self.problem.anew(graph=graph)
         return self._problems[rows]

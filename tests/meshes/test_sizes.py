@@ -13,7 +13,7 @@ from parcompiler.capture import capture
 from parcompiler.capture.clean import simplify
 from parcompiler.graph import Graph
 from parcompiler.meshes.batch_invariance import batch_dependence
-from parcompiler.models import gpt
+from parcompiler.models import dlrm, gpt
 from parcompiler.options import Options
 from parcompiler.problem import Problem
 from parcompiler.symbolic.sizes import batch_of, resized
@@ -166,6 +166,25 @@ def test_rows_that_a_model_refuses_are_told_and_others_taken() -> None:
     assert found.captured.inputs[0].shape[0] == 4
     told = {item.rows: item.reason for item in found.plan.meshes or ()}
     assert str(told[8]).startswith("no micro-batch of 8 rows: Refuses fails on these inputs")
+
+
+def test_tables_with_row_gradients_look_up_the_rows_of_a_step() -> None:
+    """The same rows in micro-batches of another size; as many times more were counted."""
+    config = dataclasses.replace(dlrm.PRESETS["tiny"], tables=(5000, 300, 7), sparse=True)
+
+    def inputs(rows: int) -> dict[str, torch.Tensor]:
+        categories = torch.zeros(rows, len(config.tables), dtype=torch.long)
+        numbers, labels = torch.zeros(rows, config.numbers), torch.zeros(rows)
+        return {"numbers": numbers, "categories": categories, "labels": labels}
+
+    model = dlrm.DLRM(config)
+    found = pc.compile(
+        model, pc.Cluster(1, 1, "h100"), inputs(8), microbatches=8, microbatch=[64], optimizer="sgd"
+    )
+    again = pc.compile(model, pc.Mesh(device="h100"), inputs(64), microbatches=1, optimizer="sgd")
+    assert found.captured.inputs[0].shape[0] == 64
+    assert found.problem.graph.parameters == again.problem.graph.parameters
+    assert found.simulate().peak_memory == again.simulate().peak_memory
 
 
 WORDS = "microbatch must be 'given', 'auto' or numbers of rows, each from 1 to 262,144"
