@@ -140,7 +140,7 @@ class MicrobatchSizes:
         CaptureError where it refuses them."""
         if rows not in self._problems:
             options, mesh = self.problem.options, self.problem.mesh
-            # which look up rows of tables
+            # a step looks up rows of tables in each of them
             options = replace(options, microbatches=self.microbatches(rows))
             graph = prepared(self._captured_at(rows), options, mesh, options.dtype)
             self._problems[rows] = self.problem.anew(graph=graph)
