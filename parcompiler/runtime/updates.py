@@ -227,10 +227,10 @@ class Updates:
             for line in () if self.rounds is None else self.rounds.end():
                 self._flight.note(line)
             self.masters.write()
-            for line in () if self._parts is None else self._parts.gather():
-                self._flight.note(line)
         optimizer.zero_grad(set_to_none=True)
         self._free()
+        for line in self._parts.gather() if good and self._parts is not None else ():
+            self._flight.note(line)
         return good
 
     def trained(self) -> dict[str, nn.Parameter]:

@@ -1,5 +1,6 @@
 """The predicted bytes of every rank beside those that MemTracker sees it hold."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import parcompiler as pc
 from parcompiler import problem
+from parcompiler.instruction import Instruction
 from tests.memory.cases import MODELS, compiled
 from tests.memory.tracked import Held, Rank
 
@@ -117,6 +119,24 @@ def test_what_data_ranks_hold_at_each_level_is_predicted(
     assert program.lowered.zero == zero
     assert len(program.lowered.buckets) > 2 * pipeline
     check(program)
+
+
+def test_gradients_are_gone_before_updated_parameters_are_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = compiled("gpt", torch.float32, pipeline=1, data=2, zero=1, microbatches=1)
+    rank, left = Rank(program, 0), list[object]()
+    updates = rank.updates
+
+    def gather() -> Iterator[Instruction]:
+        tensors = (*updates.weights().values(), *updates.trained().values())
+        left.extend(tensor.grad for tensor in tensors if tensor.grad is not None)
+        yield from ()
+
+    assert rank.interpreter.parts is not None
+    monkeypatch.setattr(rank.interpreter.parts, "gather", gather)
+    rank.step()
+    assert left == []
 
 
 @pytest.mark.sweep
