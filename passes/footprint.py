@@ -448,21 +448,25 @@ class Footprint:
         ]
 
     @cached_property
-    def _tied(self) -> list[tuple[int, int, int]]:
-        """Parameters that several blocks read: first and last of these, bytes.
+    def _tied(self) -> list[tuple[list[int], int]]:
+        """Parameters that several blocks read: these, and bytes.
 
         Autograd holds the sum of their gradients until the first block's backward has added to it.
+        It makes the first sum in a new tensor, if the last block's gradient is a view, as that of a
+        linear layer is, and later ones in place (torch/csrc/autograd/input_buffer.cpp).
         """
         readers: dict[str, list[int]] = {}
         for k, block in enumerate(self._cut):
             for name in {binding.name for binding in block.tensors} & self.weights.keys():
                 readers.setdefault(name, []).append(k)
-        return [(ks[0], ks[-1], self.weights[name]) for name, ks in readers.items() if len(ks) > 1]
+        return [(ks, self.weights[name]) for name, ks in readers.items() if len(ks) > 1]
 
     def _summed(self, k: int) -> int:
         """Bytes of partial sums of gradients that wait during block `k`'s backward."""
         values = sum(size for maker, reader, size in self._skips if maker < k < reader)
-        return values + sum(size for first, last, size in self._tied if first <= k < last)
+        held = sum(size for readers, size in self._tied if readers[0] <= k < readers[-1])
+        new = max((size for readers, size in self._tied if k == readers[-2]), default=0)
+        return values + held + new
 
     def _results(self, k: int) -> Iterator[fx.Node]:
         """The differentiable outputs of a block that no block of its unit reads."""

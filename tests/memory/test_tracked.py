@@ -9,6 +9,7 @@ import torch
 import parcompiler as pc
 from parcompiler import problem
 from parcompiler.instruction import Instruction
+from parcompiler.models import gpt
 from tests.memory.cases import MODELS, compiled
 from tests.memory.tracked import Held, Rank
 
@@ -76,6 +77,13 @@ def test_what_is_recomputed_is_predicted() -> None:
                  recompute={"layers.*": True})
     )  # fmt: skip
     assert again[0].peak < 0.9 * plain[0].peak
+
+
+def test_the_new_tensor_of_two_gradients_of_a_table_is_predicted() -> None:
+    torch.manual_seed(0)
+    config = gpt.Config(layers=1, heads=2, hidden=64, vocabulary=4096, sequence=16)
+    tokens = torch.randint(config.vocabulary, (1, config.sequence))
+    check(pc.compile(gpt.GPT(config), pc.Mesh(), (tokens, tokens), microbatches=2, progress=False))
 
 
 @pytest.mark.parametrize(

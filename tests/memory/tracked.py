@@ -5,9 +5,9 @@ AdamW behind it, which takes nothing for itself. Only the network is missing: a 
 a buffer of zeros, a send lets go of its tensor at once, and a sum of gradients leaves them as they
 are. Memory does not depend on what is in a message, so each rank can be looked at alone.
 
-Under a tracker autograd adds two gradients up in a new tensor (to it, all tensors are like those of
-subclasses); without one it adds to the first, if nobody else has that. So a tracked rank has one
-table more at once where two layers of a stage read the same.
+Under a tracker autograd adds any two gradients up in a new tensor (to it, all tensors are like
+those of subclasses); without one only where others have the first too, as the product behind the
+transposed view that a linear layer returns.
 """
 
 from __future__ import annotations
