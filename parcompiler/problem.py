@@ -449,8 +449,9 @@ class Problem:
         """Upper bound on the staging memory of a rank's buckets, in bytes."""
         summed = [x for x in self._held if x.trainable and self.sharers(x) > 1]
         ranks = min(map(self.sharers, summed), default=1)
-        packed = self.options.compression is not None  # a copy to send, and one to receive
-        size = min(self.bucket, sum(item.gradient_nbytes for item in summed)) * (1 + packed)
+        size = min(self.bucket, sum(item.gradient_nbytes for item in summed))
+        if self.options.compression is not None:  # a copy to send, and one to receive
+            size = 2 * max([size, *(item.gradient_nbytes for item in summed)])
         if self.scatters:  # and this rank's part of the sum
             size = max(size, self.largest_gradient) * (ranks + 1) // ranks
         return max(size, self.largest_gradient if self.zero else 0)

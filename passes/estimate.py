@@ -275,7 +275,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     trained = _last_uses(problem, parts)
     units = priced.cut.units(part.weights for part in parts) if level == 3 else [0] * len(parts)
     buckets = _buckets(problem, trained, units)
-    sent_and_received = 1 + (problem.options.compression is not None)
+    packed = problem.options.compression is not None  # sent and received, however large
     largest = max((bucket.size for bucket in buckets), default=0)
     return Exchanged(
         level=level,
@@ -285,7 +285,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
         repeats=problem.mesh.pipeline > 1,
         buckets=tuple(buckets),
         gone=tuple(accumulate((bucket.made for bucket in buckets), initial=0)),
-        copied=min(problem.bucket, largest) * sent_and_received,
+        copied=2 * largest if packed else min(problem.bucket, largest),
     )
 
 

@@ -171,8 +171,9 @@ class Channels:
         for pending in self._pending.values():
             while pending:
                 pending.popleft()[0].wait()
-        if self._queue is not None:
-            self._queue.flush()
+        for queue in (self._queue, self.beside):
+            if queue is not None:
+                queue.flush()
 
     def broadcast_value(self, tensor: torch.Tensor | None, value: Value, source: int) -> Pending:
         """Broadcast `tensor` from rank `source` to all ranks of the vocabulary."""

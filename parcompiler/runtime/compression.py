@@ -60,10 +60,9 @@ def scattered(
     def add_up() -> None:
         rows = [*received]
         rows[me:me] = mine
-        first, second, *others = (row.to(own.dtype) for row in rows)
-        torch.add(first, second, out=own)
-        for row in others:
-            own.add_(row)
+        own.copy_(rows[0])
+        for row in rows[1:]:
+            own.add_(row.to(own.dtype))
         if dtype is not None:
             own.copy_(own.to(dtype))
 

@@ -65,9 +65,11 @@ class PowerSGD:
                 wholes[name] = gradient
                 continue
             matrix = _wide(gradient).flatten(1)
-            matrices[name] = matrix + self.errors[name] if name in self.errors else matrix
             if name not in self.factors:
                 self.factors[name] = first_factor(name, matrix.shape[1], self._rank, matrix)
+            if name not in self.errors:
+                self.errors[name] = torch.zeros_like(matrix)
+            matrices[name] = matrix + self.errors[name]
         lefts = {name: matrix @ self.factors[name] for name, matrix in matrices.items()}
         self._exchange([*map(real, wholes.values()), *lefts.values()], ranks)
         lefts = {name: torch.linalg.qr(left).Q for name, left in lefts.items()}
@@ -78,11 +80,11 @@ class PowerSGD:
         finite = {name: right.isfinite().all() for name, right in rights.items()}
         for name, matrix in matrices.items():
             found = lefts[name] @ rights[name].T
-            error = matrix - found / len(ranks)
-            before = self.errors.get(name, torch.zeros_like(error))
-            self.errors[name] = torch.where(finite[name], error, before)
-            self.factors[name] = torch.where(finite[name], rights[name], self.factors[name])
             gradients[name].copy_(found.view(gradients[name].shape))
+            matrix -= found.div_(len(ranks))
+            error = self.errors[name]
+            torch.where(finite[name], matrix, error, out=error)
+            self.factors[name] = torch.where(finite[name], rights[name], self.factors[name])
 
     def _exchange(self, tensors: Sequence[torch.Tensor], ranks: tuple[int, ...]) -> None:
         """Sum tensors over the data ranks, in place, all at once."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 
 import parcompiler as pc
 from parcompiler.data_updates import ALL_REDUCE
@@ -136,6 +137,24 @@ def test_what_factors_leave_out_of_a_step_that_is_refused_is_not_kept() -> None:
             assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
         elif gradient is good:
             assert after["error/w"].norm() > 0
+
+
+def test_factors_take_two_more_tensors_like_the_gradient_at_most() -> None:
+    class Alone:
+        """The channels of one rank."""
+
+        def sum_in_order(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
+            pass
+
+    powersgd, gradient, tracker = PowerSGD(1, cast(Channels, Alone())), torch.ones(99, 99), None
+    for _ in range(2):  # the first makes the errors, which stay
+        tracker = MemTracker()
+        tracker.track_external(gradient, *(tensor for _, tensor in powersgd.states()))
+        with tracker:
+            powersgd._sum({"w": gradient}, (0,))
+    assert tracker is not None
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert peak < 4.2 * gradient.nbytes  # it, its error, and two more
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,16 @@ def test_a_bucket_has_a_rank_s_rows_of_a_vocabulary_on_all_ranks() -> None:
     assert local(program.problem, program.plan).bucket_bytes == rows * 3 // 2
 
 
+@pytest.mark.parametrize("compression", ["bf16", "powersgd"])
+def test_a_table_larger_than_a_bucket_is_copied_to_be_compressed(compression: str) -> None:
+    options: dict[str, Any] = {"zero": 0, "precision": "fp32", "compression": compression}
+    program = compiled(**options)
+    sizes = [item.gradient_nbytes for item in program.problem.graph.parameters]
+    assert max(sizes) > program.problem.bucket
+    (cost,) = estimate.costs(program.problem, program.plan)
+    assert cost.update == 2 * max(sizes) <= program.problem.bucket_bytes
+
+
 def test_states_are_shared_out_where_memory_wants_it() -> None:
     whole, shared = (max(compiled(zero=z).simulate().peak_memory) for z in (0, 1))
     states = 8 * sum(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.runtime import channels
 from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.collective_queue import queue_on
 
 WIDTH = 4
 
@@ -35,6 +38,24 @@ class Group(dist.ProcessGroup):
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__(0, len(ranks))  # type: ignore[call-arg]
         self.ranks = ranks
+
+
+def _started(result: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """A collective that is done."""
+    return result, None
+
+
+def test_a_compressed_sum_is_not_kept_behind_its_step() -> None:
+    program = pc.compile(Layers(), pc.Mesh(), (torch.zeros(2, WIDTH),), microbatches=1)
+    own = Channels(program.rank_program(0), torch.device("cpu"), timedelta(seconds=9), print)
+    own.beside = queue_on(torch.device("cpu"), print)
+    summed = torch.ones(1)
+    seen = weakref.ref(summed)
+    own.beside.put(partial(_started, summed)).wait()
+    del summed
+    own.flush()
+    own.beside.close()  # its thread has ended
+    assert seen() is None
 
 
 @pytest.mark.parametrize("rank", range(3))
