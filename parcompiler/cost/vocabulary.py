@@ -64,6 +64,7 @@ def vocabulary_parts(
     parts["resident"] = sum(map(state_bytes, vocabulary_rows(graph, ranks)))
     parts["step"] = sum(map(update_seconds, vocabulary_rows(graph, ranks))) if update_seconds else 0
     parts["saved"] = _saved(graph, head, ranks) if head else 0
+    parts["reused"] = _matrix(graph, head, ranks) if head else 0
     parts["more"] = _widened(graph, head, ranks) if head else 0
     parts["x_bytes"] = nbytes_of(head.x) if head else 0
     parts["embedded_bytes"] = sum(nbytes_of(item.node) for item in lookups)
@@ -193,11 +194,17 @@ def _saved(graph: Graph, head: VocabularyHead, ranks: int) -> int:
 
     Where the logits are functions of the product and labels are smoothed, also the derivatives.
     """
-    weight = _piece(graph.by_name[head.weight], ranks)
-    count = head.x.meta["val"].shape[0]
+    itemsize = graph.by_name[head.weight].dtype.itemsize
     matrices = 2 if head.logits is not None and head.loss.label_smoothing else 1
-    numbers = 4 * max(4, weight.dtype.itemsize) + 8 + 2  # statistics, the label's row, two masks
-    return int(count * (matrices * weight.shape[0] * weight.dtype.itemsize + numbers))
+    numbers = 4 * max(4, itemsize) + 8 + 2  # statistics, the label's row, two masks
+    count = int(head.x.meta["val"].shape[0])
+    return matrices * _matrix(graph, head, ranks) + count * numbers
+
+
+def _matrix(graph: Graph, head: VocabularyHead, ranks: int) -> int:
+    """Bytes of P', whose memory the next micro-batch reuses (`runtime.head.MatrixPool`)."""
+    weight = _piece(graph.by_name[head.weight], ranks)
+    return int(head.x.meta["val"].shape[0] * weight.shape[0] * weight.dtype.itemsize)
 
 
 def _widened(graph: Graph, head: VocabularyHead, ranks: int) -> int:

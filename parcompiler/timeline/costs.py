@@ -162,10 +162,11 @@ class VocabularyCost:
     `reduce` (of the gradient of x) are seconds of the collectives of the head; `embed_reduce` and
     `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes held all
     the time, `saved` from the start of S to the end of T, without x, and `more` while the softmax
-    is computed: in S, or in NORMALIZE where there is one. The optimizer's step takes `step` seconds
-    for its parameters. `source` is the stage that gives x, `users` has for each embedding the stage
-    that reads it. x has `x_bytes`, all embedded values together `embedded_bytes`. `method` decides
-    what the last backward waits for.
+    is computed: in S, or in NORMALIZE where there is one. Of `saved`, later micro-batches reuse the
+    memory of `reused` bytes, which stays to the end of the step. The optimizer's step takes `step`
+    seconds for its parameters. `source` is the stage that gives x, `users` has for each embedding
+    the stage that reads it. x has `x_bytes`, all embedded values together `embedded_bytes`.
+    `method` decides what the last backward waits for.
     """
 
     s: float = 0.0
@@ -180,6 +181,7 @@ class VocabularyCost:
     embed_broadcast: float = 0.0
     resident: int = 0
     saved: int = 0
+    reused: int = 0
     more: int = 0
     step: float = 0.0
     source: int = -1

@@ -127,6 +127,18 @@ class MemoryUse:
         found[places[last]] = True
         return found
 
+    @cached_property
+    def first_of_head(self) -> NDArray[np.bool_]:
+        """Each S that finds no matrix of an earlier micro-batch to reuse, as more of them are in
+        flight on its rank than ever before."""
+        begins = self.tasks.kind == NUMBER[Kind.S]
+        ended = np.append(False, self.last_of_head[:-1])
+        in_flight = np.cumsum(begins.astype(np.int64) - ended)
+        apart = self.tasks.rank * (in_flight.max(initial=0) + 1)  # ranks follow one another
+        most = np.maximum.accumulate(in_flight + apart)
+        found: NDArray[np.bool_] = begins & (np.diff(most, prepend=-1) > 0)
+        return found
+
     def held(
         self,
         moments: Moments,
@@ -175,11 +187,13 @@ class MemoryUse:
             taken[place], given[place] = made.bytes(j, costs[j], KINDS[kind[place]])
         given = np.where(self.returns, given, -taken)
         softmax = kind == NUMBER[vocabulary.softmax]
-        taken[kind == NUMBER[Kind.S]] += vocabulary.saved
+        passing = vocabulary.saved - vocabulary.reused
+        taken[kind == NUMBER[Kind.S]] += passing
+        taken[self.first_of_head] += vocabulary.reused
         taken[softmax] += vocabulary.more
         given[~own] = 0
         given[softmax] -= vocabulary.more
-        given[self.last_of_head] -= vocabulary.saved
+        given[self.last_of_head] -= passing
         yield rank, begins[task], taken
         yield rank, ends[task], given
 

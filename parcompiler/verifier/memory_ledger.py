@@ -99,7 +99,7 @@ def faults(step: StepIndex, memory: MemoryLimits) -> Iterator[Fault]:
         if 0 <= stage.rank < size:
             early[stage.rank] += cost.early
     ledgers = _ledgers(step, memory.costs)
-    _add_vocabulary(step, ledgers, memory.vocabulary.saved if memory.vocabulary else 0)
+    _add_vocabulary(step, ledgers, memory.vocabulary or VocabularyCost())
     for rank, ledger in enumerate(ledgers[:size]):
         fullest = _fullest(ledger)
         if early[rank] + fullest.total > memory.limits[rank]:
@@ -145,15 +145,24 @@ def _ledgers(step: StepIndex, costs: Sequence[StageCost]) -> list[MemoryLedger]:
     return ledgers
 
 
-def _add_vocabulary(step: StepIndex, ledgers: Sequence[MemoryLedger], saved: int) -> None:
+def _add_vocabulary(step: StepIndex, ledgers: Sequence[MemoryLedger], cost: VocabularyCost) -> None:
     """Enter the bytes that ranks save and receive for the layers of the vocabulary."""
     wiring = step.wiring
     values = wiring.lowered.values
     for rank, ledger in enumerate(ledgers):
         heads = [step.places(rank, Phase(kind)) for kind in sorted(HEAD)]
-        for i, place in step.places(rank, Phase(Kind.S)).items():
-            ledger.begins[place] += saved
-            ledger.ends[max(places[i] for places in heads if i in places)] -= saved
+        first = step.places(rank, Phase(Kind.S))
+        last = {i: max(places[i] for places in heads if i in places) for i in first}
+        begins, ends = {*first.values()}, {*last.values()}
+        in_flight = most = 0
+        for place in sorted(begins | ends):
+            if place in begins:
+                in_flight += 1
+                ledger.begins[place] += cost.saved - (cost.reused if in_flight <= most else 0)
+                most = max(most, in_flight)
+            if place in ends:
+                in_flight -= 1
+                ledger.ends[place] -= cost.saved - cost.reused
         for part, places in step.parts[rank].items():
             if part.kind not in TRANSFERS or part.value not in values:
                 continue

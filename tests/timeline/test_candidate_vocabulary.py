@@ -1,6 +1,7 @@
 """The evaluator with a vocabulary on all ranks against the simulator on lowered orders."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,7 +40,8 @@ def random_vocabulary(
         **seconds,
         normalize=chance.random() if method in ("naive", "interlaced") else 0.0,
         resident=chance.randrange(100),
-        saved=chance.randrange(50),
+        saved=chance.randrange(20, 50),
+        reused=chance.randrange(20),
         more=chance.randrange(3) * 10,
         source=stages - 1 if headed else -1,
         method=method,
@@ -168,6 +170,17 @@ def test_every_barrier_takes_its_time() -> None:
     assert timeline.bubble[1] == pytest.approx(1 - 8.0 / 8.875)
     assert timeline.peak_memory == (20, 20)  # 3 + 7 + x, which is there from its line on
     assert "S0" in str(timeline) and "T0" in str(timeline)
+
+
+def test_a_matrix_that_the_next_micro_batch_reuses_stays_behind_its_own() -> None:
+    costs = [StageCost(1.0, 2.0, 0, 0, backward_more=100)] * 2
+    more = TWO[0].replace("mb 0", "mb 1"), TWO[1].replace("mb 0", "mb 1")
+    lists = [parse(one + two) for one, two in zip(TWO, more, strict=True)]
+    peaks = [
+        simulate(lists, [0, 1], costs, {"x": 0}, vocabulary=replace(COST, reused=size)).peak_memory
+        for size in (0, 5)
+    ]
+    assert peaks == [(103, 103), (108, 108)]  # in a backward, when no head is in flight
 
 
 def test_ranks_that_miss_a_collective_are_named() -> None:

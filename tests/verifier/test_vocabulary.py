@@ -266,7 +266,7 @@ def test_rows_are_in_one_bucket_of_every_rank_and_summed_when_they_are_final(tie
 
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_that_of_the_simulation_but_for_parts_that_wait_to_be_summed(method: str) -> None:
-    cost = VocabularyCost(1.0, 1.0, 1.0, resident=77, saved=5000, method=method)
+    cost = VocabularyCost(1.0, 1.0, 1.0, resident=77, saved=5000, reused=3000, method=method)
     for ranks, schedule, each in PLACES:
         lowered = words(method, ranks, schedule, 3, each)
         costs = [StageCost(1.0, 2.0, 1000, 10000 + 3 * j, 1.0) for j in range(ranks * each)]
