@@ -40,8 +40,6 @@ from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem, filled
 from parcompiler.schedules.planned import outline
 
-NEAR = 0.05  # share by which an estimated step with exposed exchange may be off
-
 
 @dataclass(frozen=True, slots=True)
 class DataShare:
@@ -121,17 +119,19 @@ def _best_level(
     def needed() -> float:
         return min(most, math.inf if best is None else (1 - GAIN) * best[0])
 
-    def apart(share: DataShare) -> float:
-        """Seconds of the exchange after the compute; at level 3 it is part of the compute."""
-        return share.exposed if share.level < 3 else 0.0
+    def is_open(share: DataShare) -> bool:
+        """Whether the lean plan may not be the best of a level: it does not fit, or much of its
+        exchange is exposed. Of the levels below 3, whose stages differ little, only the first."""
+        if not share.fits or share.level == 3:
+            return not share.fits or share.exposed > GAIN * share.step
+        return share is first and problem.mesh.pipeline > 1 and share.exposed > GAIN * share.step
 
-    # Where the lean plan fits and little is exposed, it is the best plan of its level.
     known = needed()
-    open_to = [s for s in shares if not s.fits or s.exposed - apart(s) > GAIN * s.step]
+    open_to = list(filter(is_open, shares))
     bounds = {x.level: bound(at[x.level], known) if least < known else 0.0 for x in open_to}
     floors = {level: max(least, seconds) for level, seconds in bounds.items()}
     for share in sorted(open_to, key=lambda x: (floors[x.level], bounds[x.level], -x.level)):
-        below = needed() - apart(share)
+        below = needed()
         if floors[share.level] >= below and (best or below < math.inf):
             continue
         try:
@@ -149,19 +149,19 @@ def _best_level(
         message = f"no level of ZeRO that fits has a step below {most:.6g} s"
         raise refusal or InfeasibleError(message)
     plan = _at_lowest_level(problem, best[1], min(most, best[0] / (1 - MARGIN)))
-    near = (trial for step, trial in tried if trial is not best[1] and step <= (1 + NEAR) * best[0])
-    return _judged(problem, [plan, *near])
+    return _judged(problem, [plan, *(trial for _, trial in tried if trial is not best[1])])
 
 
 def _judged(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """The first plan if its lowered step is at most MARGIN longer than that of any other, else the
-    one with the shortest. The first is taken where only it is there, or that takes too long."""
-    judge = problem.judge
-    if len(plans) == 1 or judge is None or not 1 < plans[0].mesh.pipeline <= DEEP:
-        return plans[0]
+    one with the shortest: where much exchange is exposed, estimates are up to 20 % off. The first
+    is taken where only it is there, or that takes too long."""
+    judge, first = problem.judge, plans[0]
+    if len(plans) == 1 or judge is None or not 1 < first.mesh.pipeline <= DEEP:
+        return first
     steps = [judge(local(problem, plan), plan) for plan in plans]
     enough = min(steps) / (1 - MARGIN)
-    return plans[0 if steps[0] <= enough else steps.index(min(steps))]
+    return first if steps[0] <= enough else plans[steps.index(min(steps))]
 
 
 def _at_lowest_level(problem: Problem, plan: Plan, enough: float) -> Plan:

@@ -310,3 +310,40 @@ def test_levels_are_compared_by_lowered_steps() -> None:
     found = pc.compile(model, mesh, (tokens, tokens), microbatches=4, progress=False)
     named = pc.compile(found, mesh, microbatches=4, schedule="zb-h2", progress=False)
     assert found.simulate().step_time <= (1 + MARGIN) * named.simulate().step_time
+
+
+def test_a_level_is_not_chosen_by_an_estimate_that_is_far_off() -> None:
+    """On slow links the step of `zb-v` was 21 % longer than estimated, and that at level 1 13 %
+    shorter."""
+    config = dataclasses.replace(CONFIG, layers=6, hidden=512, vocabulary=256, sequence=128)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    tokens = torch.zeros(4, config.sequence, dtype=torch.long)
+    small = dataclasses.replace(device("l40s"), memory=200 * 10**6)
+    mesh = pc.Mesh(pipeline=2, data=4, device=small)
+    given: dict[str, Any] = {"microbatches": 3, "progress": False}
+    found = pc.compile(model, mesh, (tokens, tokens), **given)
+    steps = [
+        pc.compile(found, mesh, zero=level, **given).simulate().step_time for level in (0, 1, 2, 3)
+    ]
+    assert found.simulate().step_time <= (1 + MARGIN) * min(steps)
+
+
+def test_stages_are_divided_again_for_the_level_that_is_taken() -> None:
+    """Where much exchange is exposed: it was that of level 0 that decided them, and a plan for
+    `zero=2` was 4.7 % faster."""
+    config = dataclasses.replace(CONFIG, layers=9, hidden=512, vocabulary=256, sequence=128)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    tokens = torch.zeros(4, config.sequence, dtype=torch.long)
+    fast = dataclasses.replace(device("l40s"), name="fast", memory=1_050_166_284)
+    slow = dataclasses.replace(
+        fast, name="slow", memory=140_022_171, launch_overhead=1.5e-5,
+        flops=tuple((dtype, flops / 3) for dtype, flops in fast.flops),
+        memory_bandwidth=fast.memory_bandwidth / 3,
+    )  # fmt: skip
+    mesh = pc.Mesh(pipeline=2, data=4, device=(slow, fast))
+    given: dict[str, Any] = {"microbatches": 3, "progress": False}
+    found = pc.compile(model, mesh, (tokens, tokens), **given)
+    named = pc.compile(found, mesh, zero=2, **given)
+    assert found.simulate().step_time <= (1 + MARGIN) * named.simulate().step_time
