@@ -19,6 +19,7 @@ each data rank updates only its part: it also pays where the update is a large s
     levels   at which `lean` fits: the lowest whose step is at most MARGIN longer than the shortest
     others   are planned anew if they may save more of the exchange than they lose in compute;
              `lean` and every refusal bound that
+    all      plans of a pipeline that were completed are compared by their lowered steps
 """
 
 from __future__ import annotations

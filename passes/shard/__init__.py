@@ -81,7 +81,7 @@ class ShardPass(Pass):
         """The sharding, and whether memory is short."""
         # It does not depend on the vocabulary's method, nor on whether blocks are offloaded.
         kept = problem.selectively(problem.selective)
-        return kept.once(("sharding", self.part), lambda: _decided(kept, self.part))
+        return kept.once(("sharding", self.part), lambda: _solved(kept, self.part))
 
 
 def decided(problem: Problem, part: float = 0.9) -> Sharding:
@@ -90,10 +90,10 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     Raises InputError for a pin that names nothing, InfeasibleError for pins that exclude each
     other.
     """
-    return _decided(problem, part)[0]
+    return _solved(problem, part)[0]
 
 
-def _decided(problem: Problem, part: float) -> tuple[Sharding, bool]:
+def _solved(problem: Problem, part: float) -> tuple[Sharding, bool]:
     """`decided`, and whether memory is short."""
     pins = pinning.read(problem.options.sharding, problem.graph)
     candidates = _candidates(problem, pins)

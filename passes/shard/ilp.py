@@ -30,7 +30,7 @@ of a model: blocks of one template are one here, with their seconds times their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from parcompiler.errors import InfeasibleError
@@ -143,7 +143,7 @@ def decide(data: Programme, *, least_memory: bool = False) -> Answer:
     if least_memory:
         return linear.answer(linear.bytes, MEGA)
     free = linear.answer(linear.seconds, MICRO)
-    if fits(data, free.choices):
+    if fits(data, free):
         return free
     linear.fit()
     return replace(linear.answer(linear.seconds, MICRO), is_short=True)
@@ -281,26 +281,25 @@ def _negative(terms: Sequence[Term]) -> Iterator[Term]:
 def bytes_of(data: Programme, choices: Sequence[int]) -> float:
     """The bytes of these choices."""
     costs = (decision.nbytes[s] for decision, s in zip(data.decisions, choices, strict=True))
-    return sum(costs) + sum(cost.nbytes for cost in due(data, data.shared, choices))
+    return sum(costs) + sum(cost.nbytes for cost in filter(due(data, choices), data.shared))
 
 
-def fits(data: Programme, choices: Sequence[int]) -> bool:
-    """Whether memory suffices for these choices."""
+def fits(data: Programme, answer: Answer) -> bool:
+    """Whether memory suffices for an answer."""
     if data.budget is None:
         return True
+    is_due, choices = due(data, answer.choices), answer.choices
 
     def held(block: BlockBytes) -> float:
         own = sum(nbytes[choices[decision]] for decision, nbytes in block.decisions)
-        return own + sum(cost.nbytes for cost in due(data, block.shared, choices))
+        return own + sum(cost.nbytes for cost in filter(is_due, block.shared))
 
     most = max(map(held, data.blocks), default=0.0) * data.weight
-    return bytes_of(data, choices) + most <= data.budget
+    return answer.nbytes + most <= data.budget
 
 
-def due(
-    data: Programme, shared: Iterable[SharedCost], choices: Sequence[int]
-) -> Iterator[SharedCost]:
-    """The shared costs with an event that occurs."""
+def due(data: Programme, choices: Sequence[int]) -> Callable[[SharedCost], bool]:
+    """A function that says whether a shared cost has an event that occurs."""
     pairs = [pair_of(edge, choices) for edge in data.edges]
 
     def occurs(event: Event) -> bool:
@@ -308,7 +307,7 @@ def due(
             return choices[event.decision] in event.choices
         return pairs[event.edge] in event.pairs
 
-    return (cost for cost in shared if any(map(occurs, cost.events)))
+    return lambda cost: any(map(occurs, cost.events))
 
 
 def pair_of(edge: Edge, choices: Sequence[int]) -> Pair:

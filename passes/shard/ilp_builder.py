@@ -189,6 +189,7 @@ class _SharedConversions:
 
     `count` blocks read it from there, `carries` says that gradients come back, `again` that the
     value is computed again, and `saving` are the edges to nodes that save it for their backward.
+    The blocks are those of `template`; the loss is outside of all.
     """
 
     count: int
@@ -197,6 +198,7 @@ class _SharedConversions:
     edges: list[int] = field(default_factory=list)
     saving: list[int] = field(default_factory=list)
     again: bool = False
+    template: int | None = None
 
 
 class _ProgrammeBuilder:
@@ -374,7 +376,7 @@ class _ProgrammeBuilder:
         edge = self._add_edge(source, reader.node.name, target, carries)
         key = source.key, operand.node, number, carries
         again = source.node is not None and self._base(source.node) in self.again
-        new = _SharedConversions(count, source.nbytes, carries, again=again)
+        new = _SharedConversions(count, source.nbytes, carries, again=again, template=number)
         shared = self.conversions.setdefault(key, new)
         shared.edges.append(edge)
         if not source.stored and self._is_saved(source, reader, operand.node, number, count):
@@ -443,7 +445,7 @@ class _ProgrammeBuilder:
                 for place, group in enumerate(self.candidates.groups)
                 if self.folded.home[group.members[0].node] == number
             ]
-            own = (shared for key, shared in self.conversions.items() if number in key[2:3])
+            own = (shared for shared in self.conversions.values() if shared.template == number)
             found = [cost for shared in own for cost in self._saved_converted(shared)]
             found += [cost for node in template.first.nodes for cost in self._saved_as_made(node)]
             yield BlockBytes(tuple(groups), tuple(found))

@@ -38,7 +38,7 @@ def is_possible(data: Programme, choices: tuple[int, ...]) -> bool:
         return leads
     again = []
     for block in data.blocks:
-        shared = sum(cost.nbytes for cost in due(data, block.shared, choices))
+        shared = sum(cost.nbytes for cost in filter(due(data, choices), block.shared))
         own = sum(nbytes[choices[decision]] for decision, nbytes in block.decisions)
         again.append(data.weight * (own + shared))
     return leads and bytes_of(data, choices) + max(again, default=0.0) <= data.budget
@@ -47,7 +47,7 @@ def is_possible(data: Programme, choices: tuple[int, ...]) -> bool:
 def seconds_of(data: Programme, choices: tuple[int, ...]) -> float:
     """The objective."""
     decided = (x.seconds[s] for x, s in zip(data.decisions, choices, strict=True))
-    return sum(decided) + sum(cost.seconds for cost in due(data, data.shared, choices))
+    return sum(decided) + sum(cost.seconds for cost in filter(due(data, choices), data.shared))
 
 
 def variables(data: Programme) -> int:
