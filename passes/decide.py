@@ -205,15 +205,19 @@ def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
 
 
 def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
-    """Whether memory forces recomputation under a schedule that may be faster than `seconds`."""
+    """Whether memory excludes a plan, as plain as this one, that may be faster than `seconds`."""
+    if plan.mesh.pipeline == 1 or plan.orders is not None:
+        return False
     rank_problem, enough = local(problem, plan), (1 - GAIN) * seconds
-    bare = dataclasses.replace(start(problem), vocabulary=plan.vocabulary, zero=plan.zero)
+    bare = dataclasses.replace(
+        plan, recompute=None, stages=None, granularity=None, sent=None, solution=None, weighed=None
+    )
     divided = {(x.schedule, x.virtual_stages) for x in plan.weighed or () if x.seconds is not None}
     return any(
-        StagePass().run(rank_problem, item).recompute  # cached
-        if (item.schedule, item.virtual_stages) in divided
+        StagePass().is_tight(rank_problem, item, enough)  # cached
+        if item is bare or (item.schedule, item.virtual_stages) in divided
         else is_forced(rank_problem, item)
-        for item in (candidates_for(rank_problem, bare) if plan.weighed else ())
+        for item in (candidates_for(rank_problem, bare) if plan.weighed else [bare])
         if roomy_bound(rank_problem, item) < enough
     )
 
@@ -256,9 +260,8 @@ def _completing(
                 if best is None:
                     if refusal and below < math.inf and bound(trial, below) >= below:
                         continue
-                elif not (is_plain or best.recompute):
-                    if trial.offload or not _is_tight(problem, best, seconds):
-                        continue
+                elif not (is_plain or best.recompute or _is_tight(problem, best, seconds)):
+                    continue
                 finished = decided(trial, min(below, worth))
                 if best is None or step_of(problem, finished) <= worth:
                     best = finished

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from parcompiler.capture.blocks import why_so_few
 from parcompiler.errors import InfeasibleError, InputError, PlanError
@@ -75,6 +75,18 @@ class StagePass(Pass):
         """
         if plan.stages is not None:
             return plan
+        divided = self._known(problem, plan).plan
+        names = "granularity", "sent", "stages", "recompute", "solution"
+        return dataclasses.replace(plan, **{name: getattr(divided, name) for name in names})
+
+    def is_tight(self, problem: Problem, plan: Plan, seconds: float) -> bool:
+        """Whether memory forces the plan of `run` to recompute blocks, or excludes a division that
+        takes less than `seconds` seconds."""
+        divided = self._known(problem, plan)
+        return bool(divided.plan.recompute) or divided.missed < seconds
+
+    def _known(self, problem: Problem, plan: Plan) -> Divided:
+        """`_computed`, cached."""
         order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
         asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
         known = dataclasses.replace(self, below=math.inf)  # the result serves any `below`
@@ -84,16 +96,14 @@ class StagePass(Pass):
         if self.below <= least.get(key, 0.0):
             raise InfeasibleError(_too_long(self.below))
         try:
-            divided = problem.once(key, lambda: self._computed(problem, plan))
+            return problem.once(key, lambda: self._computed(problem, plan))
         except InfeasibleError:
             if problem.options.zero == "auto" and self.below < math.inf:
                 least[key] = max(self.below, least.get(key, 0.0))
             raise
-        names = "granularity", "sent", "stages", "recompute", "solution"
-        return dataclasses.replace(plan, **{name: getattr(divided, name) for name in names})
 
-    def _computed(self, problem: Problem, plan: Plan) -> Plan:
-        """Uncached body of `run`."""
+    def _computed(self, problem: Problem, plan: Plan) -> Divided:
+        """The plan with stages."""
         wanted = problem.options.recompute
         if wanted != "auto":
             return self._divided(problem, plan, wanted, explain=problem.explain)
@@ -104,7 +114,7 @@ class StagePass(Pass):
             raise InfeasibleError(message if self.below == math.inf else _too_long(self.below))
         return self._all_or_nothing(problem, plan)
 
-    def _all_or_nothing(self, problem: Problem, plan: Plan) -> Plan:
+    def _all_or_nothing(self, problem: Problem, plan: Plan) -> Divided:
         """A division with nothing, or else everything, recomputed. Raises InfeasibleError with the
         reasons for both."""
         refusals = []
@@ -122,16 +132,16 @@ class StagePass(Pass):
 
     def _divided(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool = True
-    ) -> Plan:
+    ) -> Divided:
         """Divide as the user asked: automatically, evenly, or by counts."""
         stages = problem.options.stages
         if stages == "auto":
             return self._automatic(problem, plan, wanted, explain=explain)
         level, stage_of = given.division(problem, stages, len(outline(plan).placement))
         division, plan = _fitted(problem, plan, level, stage_of, wanted)
-        return _decided(problem, plan, level, division)
+        return Divided(_decided(problem, plan, level, division))
 
-    def _automatic(self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool) -> Plan:
+    def _automatic(self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool) -> Divided:
         """The division with the shortest step on the timeline: the solver's, the runs it started
         from, even stages, or the best of these improved by moving blocks."""
         shortest = _Shortest(problem, plan, wanted, self.gain, seconds=self.below)
@@ -150,7 +160,7 @@ class StagePass(Pass):
             try:
                 shortest.take(decided, level, division.stage_of)
             except PlanError:  # an order that never ends: the verifier says why
-                return decided
+                return Divided(decided)
         for alternative in (*others, *_alternatives(problem, plan, level)):
             shortest.consider(*alternative)
         if shortest.plan is None:
@@ -162,7 +172,7 @@ class StagePass(Pass):
                 raise lean from refusal  # the solver counts more bytes than the timeline
             raise refusal
         shortest.improve()
-        return shortest.plan
+        return Divided(shortest.plan, shortest.missed)
 
     def _solved(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
@@ -203,6 +213,14 @@ class StagePass(Pass):
                 refusal.add_note(why_so_few(problem.graph))
             raise refusal
         return solved, best
+
+
+class Divided(NamedTuple):
+    """A plan with stages. The fastest division that was tried, and that does not fit unless blocks
+    are recomputed, takes `missed` seconds, or more if its head is shared."""
+
+    plan: Plan
+    missed: float = math.inf
 
 
 def _too_long(below: float) -> str:
@@ -251,6 +269,7 @@ class _Shortest:
     bounds: dict[int, float] = field(default_factory=dict)  # of the solver's formula
     considered: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
     leanest: InfeasibleError | None = None  # the refusal that needs the least memory
+    missed: float = math.inf  # see `Divided`
 
     def take(self, plan: Plan, level: int, stage_of: tuple[int, ...]) -> bool:
         """Keep a feasible plan if its step is the shortest so far; returns whether it is."""
@@ -271,19 +290,23 @@ class _Shortest:
         if least >= enough or (level, stage_of) in self.considered:
             return False
         self.considered.add((level, stage_of))
-        bare = _recomputing(self.problem, self.start, level, "none")
+        seconds = math.inf
         if self.wanted in ("none", "auto"):
-            bare = placed(self.problem, bare, level, stage_of)
-            if alone(self.problem, bare) >= enough:
+            bare = _recomputing(self.problem, self.start, level, "none")
+            seconds = alone(self.problem, placed(self.problem, bare, level, stage_of))
+            if seconds >= enough:
                 return False
         try:
             division, trial = _fitted(self.problem, self.start, level, stage_of, self.wanted)
         except UndecidedError:
             return False
         except InfeasibleError as error:
+            self.missed = min(self.missed, seconds)
             if error.needed and (not self.leanest or error.needed < (self.leanest.needed or 0)):
                 self.leanest = error
             return False
+        if trial.recompute:
+            self.missed = min(self.missed, seconds)
         if level not in self.bounds:
             self.bounds[level] = _fill_and_drain(self.problem, self.start, level)
         division = _bounded(division, self.bounds[level])
