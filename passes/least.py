@@ -28,7 +28,7 @@ from parcompiler.passes.even import (
     roomy_bound,
     shared_step,
 )
-from parcompiler.passes.schedule import CANDIDATES, candidates_for
+from parcompiler.passes.schedule import CANDIDATES, candidates_for, with_more_stages
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.vocabulary import choices_for
@@ -125,7 +125,17 @@ def _selective(problem: Problem, plan: Plan) -> Iterator[Plan]:
     """The plan with cheap operators recomputed, also with blocks offloaded where they may be."""
     for offload in dict.fromkeys((plan.offload, problem.may_offload)):
         again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
-        yield _sharded(problem, again)
+        again = _sharded(problem, again)
+        yield again
+        if _is_interleaved_open(problem, again):
+            yield from with_more_stages(local(problem, again), again)
+
+
+def _is_interleaved_open(problem: Problem, plan: Plan) -> bool:
+    """Whether a plan with two interleaved stages on a rank may have more."""
+    options = problem.options
+    is_open = options.schedule == "auto" and options.virtual_stages == 1
+    return is_open and plan.schedule == "interleaved" and plan.virtual_stages == 2
 
 
 def _is_short(problem: Problem, plan: Plan) -> bool:

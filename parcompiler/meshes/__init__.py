@@ -235,9 +235,10 @@ class MeshSearch:
     def _eligible(self) -> list[Unweighed]:
         """The open meshes to weigh now. Before there is an answer, only shallow ones without
         context ranks, which are bounded and planned fastest, unless all take FIRST times what
-        others may take. Then all but rare ones, and these rare ones: neighbours of the answer and
-        of the mesh in the lead (with context ranks only if ranks lack room for activations, or
-        micro-batches to be busy), and those that divide the rows of a mesh that lacks room."""
+        others may take. Then all but rare ones, and these rare ones: neighbours of the answer, of
+        the mesh in the lead, and, where ranks lack room for activations, or micro-batches to be
+        busy, of the most promising mesh with context ranks (with such ranks only then, or if one of
+        these meshes has some); and those that divide the rows of a mesh that lacks room."""
         if not self.planned:
             near = [x for x in self.open if not self._is_wide(x.candidate)]
             plain = [x for x in near if x.candidate.mesh.context == 1] or near
@@ -248,7 +249,11 @@ class MeshSearch:
         if self.planned:
             mesh, plan = self._best.candidate.mesh, self._best.plan
             leads.append(mesh)
-            short = bool(plan.recompute or plan.selective or plan.microbatches < mesh.pipeline)
+            idle = (mesh.pipeline - 1) / plan.virtual_stages / plan.microbatches
+            short = bool(plan.recompute or plan.selective or idle > MARGIN)
+            near = [x for x in self.open if x.why != WORK and x.candidate.mesh.context > 1]
+            if short and near and _lowest(near) < self._best.seconds:
+                leads.append(min(near, key=lambda item: item.bound).candidate.mesh)
         cramped = short or any(lead.context > 1 for lead in leads)
 
         def counts(item: Unweighed) -> bool:

@@ -32,7 +32,8 @@ from parcompiler.capture.effects import name_of
 from parcompiler.cost import BlockCost, Operation, collective, seconds
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
-from parcompiler.passes.schedule import CANDIDATES
+from parcompiler.passes.even import WAITING
+from parcompiler.passes.schedule import CANDIDATES, MOST
 from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
 from parcompiler.solver import ROUNDING
@@ -156,17 +157,21 @@ class Bounds:
             update = dataclasses.replace(self.problem, mesh=mesh).update_seconds
             self._updates[mesh.replicas] = sum(map(update, self.problem.graph.parameters))
         work = self._works[pieces]
-        wait = (mesh.pipeline - 1) * work.forward / self._most_stages if is_even else 0.0
+        wait = (mesh.pipeline - 1) * self._least_wait(work) if is_even else 0.0
         behind = self._updates.get(mesh.replicas, 0.0) / mesh.tensor
         return (m * work.blocks + max(wait, m * work.vocabulary) + behind) / mesh.pipeline
 
-    @cached_property
-    def _most_stages(self) -> int:
-        """The most stages on a rank under any schedule in question."""
+    def _least_wait(self, work: _Work) -> float:
+        """Seconds of a stage, under the schedule in question with the least: of its forward, or
+        where ranks also wait for gradients, of both its passes."""
         options = self.problem.options
         if isinstance(options.stages, tuple):
-            return len(options.stages)
-        return max(stages_per_rank(name, options.virtual_stages) for name in CANDIDATES)
+            return work.forward / len(options.stages)
+        wanted = options.virtual_stages
+        most = {name: stages_per_rank(name, wanted) for name in CANDIDATES}
+        most["interleaved"] = wanted if wanted > 1 else MOST
+        seconds = ((work.blocks if name in WAITING else work.forward) / most[name] for name in most)
+        return min(seconds)
 
     def _work(self, level: int, pieces: int) -> _Work:
         """Seconds at a granularity if `pieces` devices divide all work evenly; of blocks with

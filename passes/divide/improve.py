@@ -23,6 +23,7 @@ from parcompiler.passes.divide.task import DivisionTask
 Measure = Callable[[DivisionCosts], tuple[float, ...]]
 SWEEPS = 200  # over cuts, at most; a dozen is usual
 LARGE = 4000  # blocks times stages from which on pairs are not improved
+LARGE_OF_MANY = 1000  # likewise with more stages on a rank, which have more cuts to move
 NEAR = 4  # cuts at either side of one that moved, which may move next
 REACH = 16  # cuts that move together; with 8 a step on unequal ranks was 4 % longer
 
@@ -31,12 +32,12 @@ def moved_runs(task: DivisionTask) -> list[tuple[int, ...]]:
     """Good divisions into runs that fit, with no block run twice.
 
     They are even runs and, where memory is short, lean ones, both improved by moves, and the runs
-    with the fastest slowest rank (`pairs`). In a large task with two stages per rank nothing is
-    moved: that took longer than all else and found nothing better than pairs and even stages.
+    with the fastest slowest rank (`pairs`). In a large task nothing is moved: that took longer than
+    all else and found nothing better than pairs and even stages.
     """
     pairs = paired_runs(task)
     found = [pairs] if pairs is not None and task.fits(pairs) else []
-    if task.each == 2 and len(task.loads) * task.stages > LARGE:
+    if len(task.loads) * task.stages > (LARGE if task.each == 2 else LARGE_OF_MANY):
         return found or [runs for runs in _starts(task) if task.fits(runs)]
     return [*_moved(task, _starts(task)), *found] or _moved(task, [slim_runs(task)])
 
