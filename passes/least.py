@@ -122,20 +122,13 @@ def _is_selective_open(problem: Problem, plan: Plan) -> bool:
 
 
 def _selective(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """The plan with cheap operators recomputed, also with blocks offloaded where they may be."""
+    """The plan with cheap operators recomputed, also with blocks offloaded where they may be, and
+    with more stages on a rank."""
     for offload in dict.fromkeys((plan.offload, problem.may_offload)):
         again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
         again = _sharded(problem, again)
         yield again
-        if _is_interleaved_open(problem, again):
-            yield from with_more_stages(local(problem, again), again)
-
-
-def _is_interleaved_open(problem: Problem, plan: Plan) -> bool:
-    """Whether a plan with two interleaved stages on a rank may have more."""
-    options = problem.options
-    is_open = options.schedule == "auto" and options.virtual_stages == 1
-    return is_open and plan.schedule == "interleaved" and plan.virtual_stages == 2
+        yield from with_more_stages(local(problem, again), again)
 
 
 def _is_short(problem: Problem, plan: Plan) -> bool:

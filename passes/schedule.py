@@ -29,7 +29,7 @@ from parcompiler.schedules.planned import trunk
 from parcompiler.solver import UndecidedError
 
 CANDIDATES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-h2", "v-half", "v-min", "zb-v")
-MOST = 8  # stages on a rank, of the interleaved schedules that are weighed
+MOST_STAGES = 8  # stages on a rank, of the interleaved schedules that are weighed
 TOO_LARGE = "does not fit the memory limit, however it is divided and recomputed"
 
 
@@ -209,18 +209,25 @@ def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
             candidate = _with_named_schedule(plan, name, wanted)
             if not isinstance(counts, tuple) or candidate.virtual_stages == wanted:
                 yield candidate
-                if name == "interleaved" and wanted == 1:
-                    yield from with_more_stages(problem, candidate)
+                yield from with_more_stages(problem, candidate)
 
 
 def with_more_stages(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """The plan of an interleaved schedule with the most stages of whole layers on a rank, if that
-    saves a GAIN of idle time, and with the plan's two nothing must be recomputed. With v stages
-    ranks idle for (p - 1) / v of a micro-batch's seconds (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2)."""
+    """An interleaved plan with the most stages of whole layers on a rank in place of two, if the
+    options leave that open, it saves a GAIN of idle time, and with two nothing must be recomputed.
+
+    With v stages ranks idle for (p - 1) / v of a micro-batch's seconds (Narayanan et al. 2021,
+    arXiv 2104.04473, section 2.2).
+    """
+    options = problem.options
+    is_open = options.virtual_stages == 1 and not isinstance(options.stages, tuple)
+    if (plan.schedule, plan.virtual_stages) != ("interleaved", 2) or not is_open:
+        return
+    if options.schedule == "interleaved":  # by name it has two
+        return
     ranks, layers = plan.mesh.pipeline, len(problem.priced(problem.levels[0]).cut.blocks)
-    most = min(MOST, layers // ranks)
-    saved = (ranks - 1) * (1 / plan.virtual_stages - 1 / max(1, most))
+    most = min(MOST_STAGES, layers // ranks)
+    saved = (ranks - 1) * (1 / 2 - 1 / max(1, most))
     if saved > GAIN * plan.microbatches and not is_forced(problem, plan):
         yield dataclasses.replace(plan, virtual_stages=most)
 

@@ -33,7 +33,7 @@ from parcompiler.cost import BlockCost, Operation, collective, seconds
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
 from parcompiler.passes.even import WAITING
-from parcompiler.passes.schedule import CANDIDATES, MOST
+from parcompiler.passes.schedule import CANDIDATES, MOST_STAGES
 from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
 from parcompiler.solver import ROUNDING
@@ -162,14 +162,15 @@ class Bounds:
         return (m * work.blocks + max(wait, m * work.vocabulary) + behind) / mesh.pipeline
 
     def _least_wait(self, work: _Work) -> float:
-        """Seconds of a stage, under the schedule in question with the least: of its forward, or
-        where ranks also wait for gradients, of both its passes."""
+        """The least seconds by which a rank waits longer than the one before it for its first
+        micro-batch: those of a stage's forward, or where ranks also wait for gradients, of both its
+        passes."""
         options = self.problem.options
         if isinstance(options.stages, tuple):
             return work.forward / len(options.stages)
         wanted = options.virtual_stages
         most = {name: stages_per_rank(name, wanted) for name in CANDIDATES}
-        most["interleaved"] = wanted if wanted > 1 else MOST
+        most["interleaved"] = wanted if wanted > 1 else MOST_STAGES
         seconds = ((work.blocks if name in WAITING else work.forward) / most[name] for name in most)
         return min(seconds)
 
