@@ -73,7 +73,7 @@ def compile(
       mesh, and default to 4 for each device: so all meshes train the same batch.
     - `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
       or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
-      that use several (1 means their least number, 2).
+      that use several (1 means their least number, 2; "auto" also weighs more of them).
     - `vocabulary` is where embedding and head are: "whole" (on one stage each), "naive", "vocab-1",
       "vocab-2" or "interlaced" (on all ranks), "auto" (the shortest step that fits).
     - `stages` are "auto" (by time), "even" (equal numbers of layers) or the numbers of blocks of

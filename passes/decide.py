@@ -205,7 +205,8 @@ def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
 
 
 def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
-    """Whether memory excludes a plan, as plain as this one, that may be faster than `seconds`."""
+    """Whether memory excludes a plan that may be faster than `seconds`, and recomputes the same
+    cheap operators as this one, and no blocks."""
     if plan.mesh.pipeline == 1 or plan.orders is not None:
         return False
     rank_problem, enough = local(problem, plan), (1 - GAIN) * seconds

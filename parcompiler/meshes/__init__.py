@@ -249,11 +249,12 @@ class MeshSearch:
         if self.planned:
             mesh, plan = self._best.candidate.mesh, self._best.plan
             leads.append(mesh)
+            # Of the step, under 1F1B or its interleaved form; others idle less.
             idle = (mesh.pipeline - 1) / plan.virtual_stages / plan.microbatches
             short = bool(plan.recompute or plan.selective or idle > MARGIN)
-            near = [x for x in self.open if x.why != WORK and x.candidate.mesh.context > 1]
-            if short and near and _lowest(near) < self._best.seconds:
-                leads.append(min(near, key=lambda item: item.bound).candidate.mesh)
+            tried = [x for x in self.open if x.why != WORK and x.candidate.mesh.context > 1]
+            if short and tried and _lowest(tried) < self._best.seconds:
+                leads.append(min(tried, key=lambda item: item.bound).candidate.mesh)
         cramped = short or any(lead.context > 1 for lead in leads)
 
         def counts(item: Unweighed) -> bool:
