@@ -18,8 +18,8 @@ Subject to  values are converted where maker and reader differ
             vocabulary on all ranks leave, because the stages of blocks are decided later
 
 `ilp_builder` makes the programme from the graph, `ilp` states and solves it. Where nothing fits,
-blocks may be recomputed, and all the memory may be filled; where that does not help either, the
-sharding with least memory is taken, and the stage pass says what is missing.
+all the memory may be filled, or blocks recomputed, whichever is faster; where nothing fits then
+either, the sharding with least memory is taken, and the stage pass says what is missing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError
@@ -50,6 +51,8 @@ from parcompiler.passes.spread import spread_bytes
 from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import Assignment
+
+AGAIN = 4 / 3  # most seconds of a block that computes its forward twice, to those once
 
 __all__ = ["Assignment", "ShardPass", "assignment", "check", "decided"]
 
@@ -114,17 +117,23 @@ def _candidates(problem: Problem, pins: Pins) -> Candidates:
 def _fitting(
     problem: Problem, candidates: Candidates, pins: Pins, part: float
 ) -> tuple[BuiltProgramme, Answer, bool]:
-    """The fastest sharding that fits; if none does, with blocks recomputed, then with all of the
-    memory filled; if none fits then, the one with least memory. Also whether memory is short."""
+    """The fastest sharding that fits into a `part` of the memory; if none does, into all of it, or
+    with blocks recomputed, whichever is faster; if none fits then either, the one with least
+    memory. Also whether memory is short."""
     states = _states(problem)
     wanted = problem.options.recompute
     built: BuiltProgramme | None = None
     tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(str(wanted), (False, True))
-    ways = *((part, again) for again in tries), (1.0, tries[-1])
-    for number, (filled, recomputed) in enumerate(ways):
-        built = build(candidates, pins, states, _budget(problem, filled, recomputed=recomputed))
-        with suppress(InfeasibleError):
-            answer = decide(built.programme)
+    first, last = tries[0], tries[-1]
+    for number, ways in enumerate(([(first, part)], [(first, 1.0), (last, part)], [(last, 1.0)])):
+        found: list[tuple[float, BuiltProgramme, Answer]] = []
+        for again, filled in ways:
+            built = build(candidates, pins, states, _budget(problem, filled, recomputed=again))
+            with suppress(InfeasibleError):
+                answer = decide(built.programme)
+                found.append((answer.solution.objective * (AGAIN if again else 1), built, answer))
+        if found:
+            _, built, answer = min(found, key=itemgetter(0))
             return built, answer, number > 0 or answer.is_short
     assert built is not None
     unlimited = dataclasses.replace(built.programme, budget=None)

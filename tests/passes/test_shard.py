@@ -118,6 +118,22 @@ def test_sequences_are_split_where_memory_is_tight(kind: str, part: float) -> No
     assert forward["all-gather"] >= 1
 
 
+def test_all_memory_is_filled_before_blocks_run_again() -> None:
+    """A sharding for a model with every block recomputed was twice as slow as one that fills the
+    memory: it fits only where blocks are offloaded too."""
+    with torch.device("meta"):
+        config = gpt.Config(layers=3, heads=8, hidden=512, vocabulary=512, sequence=8192)
+        tokens = torch.zeros(1, config.sequence, dtype=torch.long)
+        model = gpt.GPT(config).bfloat16()
+    options: dict[str, Any] = {"microbatches": 4, "vocabulary": "whole", "progress": False}
+    program = pc.compile(model, pc.Mesh(tensor=2, device="h100"), (tokens, tokens), **options)
+    roomy = program.simulate()
+    small = dataclasses.replace(H100, memory=int(0.55 * max(roomy.peak_memory)))
+    tight = pc.compile(program, pc.Mesh(tensor=2, device=small), **options)
+    assert not tight.plan.offload
+    assert tight.simulate().step_time < 1.5 * roomy.step_time
+
+
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_experts_are_split_with_two_all_reduces(n: int) -> None:
     with torch.device("meta"):
