@@ -25,7 +25,8 @@ ranks. The neighbours of the mesh with the lowest sharp bound or step are weighe
 bounds costs a tenth of planning. As long as that bound is far above the lowest bound of any mesh,
 the neighbours of the latter mesh are weighed instead, so that a good plan is found soon. A mesh
 without a pipeline is planned as soon as its bound is low: that takes a tenth as long, and its step
-excludes pipelines.
+excludes pipelines. For the same reason, of meshes with context ranks those with short pipelines
+and few micro-batches come first.
 
 The bound `even` assumes, as the schedule pass does, that no stages are better than even ones. An
 interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -66,6 +67,8 @@ EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
 SHALLOW = 8  # most pipeline ranks of a shallow mesh
 AHEAD = 1.05  # times the lowest bound: plainer meshes up to that bound are weighed first
+QUICK = 128  # pipeline ranks x micro-batches: up to so many, a mesh is planned in a few seconds
+QUICKLY = 1.2  # as AHEAD, for quick meshes with context ranks
 FIRST = 1.25  # times the lowest bound: slower plans do not count while other meshes are open
 
 __all__ = [
@@ -288,16 +291,18 @@ class MeshSearch:
 
     def _next(self) -> Unweighed | None:
         """Of the meshes that may be the answer, the plainest with about the lowest bound: it is
-        planned fastest, and excludes the others. Rare ones come last, unless they are planned
-        fast: without a pipeline."""
-        near = AHEAD * self._lowest()
-        first = (item for item in self._matters() if item.bound <= near)  # measured: all are 0
+        planned fastest, and excludes the others. Rare ones come last, those that are planned
+        fastest first, unless they have no pipeline."""
+        lowest = self._lowest()
 
         def rank(item: Unweighed) -> tuple[float, ...]:
-            is_rare = self._is_rare(item.candidate) and item.candidate.mesh.pipeline > 1
-            return (1, item.bound) if is_rare else (0, *_plainness(item.candidate))
+            candidate = item.candidate
+            if self._is_rare(candidate) and candidate.mesh.pipeline > 1:
+                return 1, _size(candidate), item.bound
+            return 0, *_plainness(candidate)
 
-        return min(first, key=rank, default=None)
+        near = (x for x in self._matters() if x.bound <= _ahead(x.candidate) * lowest)
+        return min(near, key=rank, default=None)  # of measured costs, all bounds are 0
 
     def _matters(self) -> Iterator[Unweighed]:
         """The meshes that may be the answer."""
@@ -394,7 +399,7 @@ class MeshSearch:
         if item.is_sharp:
             self._weigh(item)
             return
-        enough = min(self._needed(item.candidate), AHEAD * self._lowest())
+        enough = min(self._needed(item.candidate), _ahead(item.candidate) * self._lowest())
         with self.observer(self._title("bound of", item.candidate)):
             item.even = item.even or LeastStep(problem, start(problem))
             seconds = item.even.seconds(enough)
@@ -477,6 +482,17 @@ def _plainness(candidate: Candidate) -> tuple[int, ...]:
     """Sort key: plainer meshes first."""
     mesh = candidate.mesh
     return mesh.context, mesh.pipeline, mesh.tensor, mesh.expert, candidate.place
+
+
+def _size(candidate: Candidate) -> int:
+    """Pipeline ranks x micro-batches: the time that planning a mesh takes grows with them."""
+    return candidate.mesh.pipeline * candidate.microbatches
+
+
+def _ahead(candidate: Candidate) -> float:
+    """Times the lowest bound: up to that bound a mesh is weighed at once."""
+    is_quick = candidate.mesh.context > 1 and _size(candidate) <= QUICK
+    return QUICKLY if is_quick else AHEAD
 
 
 def _divides_rows_of(one: Mesh, other: Mesh) -> bool:
