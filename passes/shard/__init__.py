@@ -124,8 +124,9 @@ def _fitting(
     wanted = problem.options.recompute
     built: BuiltProgramme | None = None
     tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(str(wanted), (False, True))
-    first, last = tries[0], tries[-1]
-    for number, ways in enumerate(([(first, part)], [(first, 1.0), (last, part)], [(last, 1.0)])):
+    first, *more = tries
+    rest = [(first, 1.0), *((again, part) for again in more)]
+    for number, ways in enumerate(([(first, part)], rest, [(again, 1.0) for again in more])):
         found: list[tuple[float, BuiltProgramme, Answer]] = []
         for again, filled in ways:
             built = build(candidates, pins, states, _budget(problem, filled, recomputed=again))
