@@ -52,7 +52,7 @@ from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import Assignment
 
-AGAIN = 4 / 3  # most seconds of a block that computes its forward twice, to those once
+AGAIN = 4 / 3  # a block takes at most so many times as long if its forward runs twice
 
 __all__ = ["Assignment", "ShardPass", "assignment", "check", "decided"]
 
