@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from parcompiler.cost import collective
@@ -74,6 +75,11 @@ class Packed(NamedTuple):
         return plan.microbatches * each + least_update(problem)
 
 
+def packed_bound(problem: Problem, plan: Plan) -> float:
+    """Lower bound of `even_step` without simulation, infinite where stages do not fit."""
+    return min(_packed_bound(problem, plan, x) for x in _even_stages(problem, plan))
+
+
 def even_step(problem: Problem, plan: Plan) -> float:
     """Seconds of a step with even stages under the plan's schedule, infinite where they do not fit.
 
@@ -101,8 +107,12 @@ def shared_step(problem: Problem, plan: Plan) -> float:
         return even_step(problem, plan)
 
     def find() -> float:
-        packings = list(_even_stages(problem, plan))
-        return max(even_step(problem, plan), min(_with_passes(problem, plan, x) for x in packings))
+        least = math.inf
+        known = ((_simulated(problem, plan, x), x) for x in _even_stages(problem, plan))
+        for seconds, packed in sorted(known, key=itemgetter(0)):
+            if seconds < least:
+                least = min(least, max(seconds, _with_passes(problem, plan, packed)))
+        return least
 
     return problem.once(_key("shared", problem, plan), find)
 
@@ -125,16 +135,21 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
 
     def find() -> float:
         priced = problem.recomputing(level, as_asked(problem, plan, level).recompute or ())
-        ranks, pace = plan.mesh.pipeline, float(priced.pace or plan.mesh.pipeline)
-        forward, both = sum(priced.forward) / pace, sum((*priced.forward, *priced.backward)) / pace
+        pace = float(priced.pace or plan.mesh.pipeline)
+        both = sum((*priced.forward, *priced.backward)) / pace
         spread = vocabulary_cost(problem, plan)
-        there = both if plan.schedule in WAITING else forward
-        fill = (pace - 1) * there * ranks / len(outline(plan).placement)
         shared = spread.compute if spread else 0.0  # it may be done while stages wait
+        fill = _fill(plan, priced, pace)
         busy = plan.microbatches * both + max(fill, plan.microbatches * shared)
         return busy + least_update(problem)
 
     return problem.once(_key("roomy bound", problem, plan), find)
+
+
+def _fill(plan: Plan, priced: Priced, pace: float) -> float:
+    """Seconds that a rank waits at least, see `roomy_bound`; without messages."""
+    there = sum((*priced.forward, *(priced.backward if plan.schedule in WAITING else ()))) / pace
+    return (pace - 1) * there * plan.mesh.pipeline / len(outline(plan).placement)
 
 
 def _with_few(plan: Plan, rounds: int) -> Plan:
@@ -182,22 +197,36 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
     return problem.once((*_key("packed", problem, plan), level), find)
 
 
-def _simulated(problem: Problem, plan: Plan, packed: Packed) -> float:
-    """Seconds of the even step at a granularity, infinite where stages do not fit.
+def _packed_bound(problem: Problem, plan: Plan, packed: Packed) -> float:
+    """Lower bound of `_simulated` without simulation."""
+    if packed.slowest == math.inf:
+        return math.inf
+    step = plan.microbatches * packed.even + _fill(plan, packed.priced, packed.pace)
+    return _with_extra(problem, plan, packed, step)
 
-    Schedules that are not WAITING may use idle time for what the fullest rank has beyond an even
-    share because no block is cut.
-    """
-    few, priced, pace, even, slowest, whole = packed
+
+def _simulated(problem: Problem, plan: Plan, packed: Packed) -> float:
+    """Seconds of the even step at a granularity, infinite where stages do not fit."""
+    few, priced, pace, even, slowest, _ = packed
     if slowest == math.inf:
         return math.inf
     sums = tuple(map(sum, (priced.forward, priced.backward, priced.weight, priced.hidden)))
     key = "even stages", identity(few), sums, pace  # vocabulary methods with one order share it
     step = problem.once(key, lambda: _step(problem, few, priced, pace))
-    waits = step + (plan.microbatches - few.microbatches) * even
+    step += (plan.microbatches - few.microbatches) * even
+    return _with_extra(problem, plan, packed, step)
+
+
+def _with_extra(problem: Problem, plan: Plan, packed: Packed, step: float) -> float:
+    """Seconds of a `step` of even stages with the fullest rank's extra seconds and its update.
+
+    Schedules that are not WAITING may use idle time for what the fullest rank has beyond an even
+    share because no block is cut.
+    """
+    _, _, _, even, slowest, whole = packed
     more = (max(slowest, whole) if plan.schedule in WAITING else slowest) - even
-    waits += (plan.microbatches - 1) * max(0.0, more)
-    return max(packed.busy(problem, plan), waits + least_update(problem))
+    step += (plan.microbatches - 1) * max(0.0, more) + least_update(problem)
+    return max(packed.busy(problem, plan), step)
 
 
 def _with_passes(problem: Problem, plan: Plan, packed: Packed) -> float:

@@ -15,7 +15,7 @@ from parcompiler.passes.loads import data_under, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import held, identity, outline
+from parcompiler.schedules.planned import held, identity, left, outline
 
 
 def division_task(
@@ -42,9 +42,10 @@ def division_task(
         loads, flows = data_under(problem, plan, level)
         return DivisionTask(loads, flows, *given)
     key = "division task", level, rooms, identity(plan)
+    blocks = "free blocks", level, outline(plan).asynchronous, left(plan)  # many schedules share it
 
     def find() -> DivisionTask:
-        loads, again, flows = _free(problem, plan, level)
+        loads, again, flows = problem.once(blocks, lambda: _free(problem, plan, level))
         return DivisionTask(loads, flows, *given, again)
 
     return problem.once(key, find)

@@ -1,9 +1,9 @@
 """Lower bounds on the step of every plan with even stages, for the options that are still open.
 
     vocabulary, sharding, schedule      `roomy_bound`: no simulation, memory for everything
-    └── with memory                     `even_step`, then `shared_step`: simulated
+    └── with memory                     `packed_bound`, then simulated: `even_step`, `shared_step`
         └── level of ZeRO               `roomy_bound`, with the exchange of data ranks
-            └── with its memory         `even_step`, `shared_step`
+            └── with its memory         `packed_bound`, `even_step`, `shared_step`
 
 A best-first search: the lowest bound is refined until it is that of a leaf, or high enough. The
 passes use the cached results again. Like the passes, the bound assumes that even stages are the
@@ -25,6 +25,7 @@ from parcompiler.passes.even import (
     even_step,
     is_forced,
     is_shared,
+    packed_bound,
     roomy_bound,
     shared_step,
 )
@@ -121,14 +122,20 @@ def _is_selective_open(problem: Problem, plan: Plan) -> bool:
     return problem.options.recompute == "auto" and not plan.selective
 
 
+def _may_offload(problem: Problem, plan: Plan) -> bool:
+    """Whether blocks that run again may be offloaded instead."""
+    return problem.options.recompute == "auto" and problem.may_offload and not plan.offload
+
+
+def _is_forced(problem: Problem, plan: Plan) -> bool:
+    return is_forced(local(problem, plan), plan)
+
+
 def _selective(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """The plan with cheap operators recomputed, also with blocks offloaded where they may be, and
-    with more stages on a rank."""
-    for offload in dict.fromkeys((plan.offload, problem.may_offload)):
-        again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
-        again = _sharded(problem, again)
-        yield again
-        yield from with_more_stages(local(problem, again), again)
+    """The plan with cheap operators recomputed, also with more stages on a rank."""
+    again = _sharded(problem, dataclasses.replace(plan, selective=True, sharding=None))
+    yield again
+    yield from with_more_stages(local(problem, again), again)
 
 
 def _is_short(problem: Problem, plan: Plan) -> bool:
@@ -139,25 +146,31 @@ def _is_short(problem: Problem, plan: Plan) -> bool:
 def _with_memory(problem: Problem, plan: Plan, *, is_plain: bool = True) -> Iterator[Bound]:
     """Bounds with limited memory, at the highest level of ZeRO where that is open. Where memory
     forces a plain plan to recompute blocks, or another sharding, also of plans that recompute cheap
-    operators instead, which does not pay otherwise."""
+    operators instead, which does not pay otherwise; where these recompute blocks as well, also of
+    plans that offload them."""
     is_plain = is_plain and _is_selective_open(problem, plan)
-    if is_plain and (_is_short(problem, plan) or is_forced(local(problem, plan), plan)):
-        is_plain = False
-        for other in _selective(problem, plan):
-            yield _roomy(problem, other), partial(_with_memory, problem, other)
-    yield from _simulated(problem, plan, is_plain)
+    others: Iterable[Plan] = ()
+    if is_plain and (_is_short(problem, plan) or _is_forced(problem, plan)):
+        is_plain, others = False, _selective(problem, plan)
+    elif plan.selective and _may_offload(problem, plan) and _is_forced(problem, plan):
+        others = [dataclasses.replace(plan, offload=True)]
+    for other in others:
+        yield _roomy(problem, other), partial(_with_memory, problem, other)
+    steps = packed_bound, even_step, *((shared_step,) if is_shared(plan) else ())
+    yield from _stepping(problem, plan, is_plain, steps)
 
 
-def _simulated(
+def _stepping(
     problem: Problem,
     plan: Plan,
     is_plain: bool,
-    step: Callable[[Problem, Plan], float] = even_step,
+    steps: Sequence[Callable[[Problem, Plan], float]],
 ) -> Iterator[Bound]:
-    """Bounds by a simulated step: first without the passes of a head that all ranks share."""
+    """Bounds by one of these functions after the other: each is sharper, and takes longer."""
+    step, *sharper = steps
     seconds = step(local(problem, plan), plan)
-    if seconds < math.inf and step is even_step and is_shared(plan):
-        yield seconds, partial(_simulated, problem, plan, is_plain, shared_step)
+    if seconds < math.inf and sharper:
+        yield seconds, partial(_stepping, problem, plan, is_plain, sharper)
         return
     if _is_open(problem, plan):
         if seconds < math.inf:
@@ -180,7 +193,7 @@ def _is_open(problem: Problem, plan: Plan) -> bool:
 
 def _levels(problem: Problem, plan: Plan, is_plain: bool) -> Iterator[Bound]:
     """A bound for each level of ZeRO, with the sharding that was decided while the level was open.
-    Where memory matters, one decided for the level may be better: `_simulated` tries it."""
+    Where memory matters, one decided for the level may be better: `_stepping` tries it."""
     mesh = problem.mesh
     for level in LEVELS:
         whole = problem.at_zero(level)

@@ -4,6 +4,7 @@ from parcompiler.solver.agenda import Agenda, agree
 from parcompiler.solver.linear import (
     EFFORT,
     ROUNDING,
+    Constraint,
     SolverModel,
     Status,
     Term,
@@ -14,6 +15,6 @@ from parcompiler.solver.linear import (
 )
 
 __all__ = [
-    "EFFORT", "ROUNDING", "Agenda", "SolverModel", "Status", "Term", "UndecidedError", "Variable",
-    "agree", "relative_gap", "solve",
+    "EFFORT", "ROUNDING", "Agenda", "Constraint", "SolverModel", "Status", "Term", "UndecidedError",
+    "Variable", "agree", "relative_gap", "solve",
 ]  # fmt: skip

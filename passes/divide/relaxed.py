@@ -12,13 +12,16 @@ Subject to  all is somewhere    sum(x[k,j] + z[k,j] over j) = n[k]
             T is the slowest    sum(t x + t' z over J(r)) <= T
             memory suffices     sum((b + c s) x + (b' + c s') z over J(r)) <= L[r]
 
-Order, messages and shared tensors are left out, so that T is a lower bound for `divide`.
+Order, messages and shared tensors are left out, so that T is a lower bound for `divide`. Ranks that
+compute and hold alike can each have the mean of their parts, and so can stages of a rank on which
+as many micro-batches are in flight: they share variables, which count the blocks of all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from parcompiler.errors import InfeasibleError
@@ -41,6 +44,15 @@ class _Way(NamedTuple):
         return self.seconds[rank if len(self.seconds) > 1 else 0]
 
 
+class _Rank(NamedTuple):
+    """A kind of rank: the first of them (0 where all compute alike), bytes of memory, and the
+    number of stages by the micro-batches in flight on them when the rank holds most."""
+
+    first: int
+    limit: float
+    stages: Counter[int]
+
+
 def least_slowest_rank(task: DivisionTask) -> float:
     """Lower bound on the seconds of a micro-batch on the slowest rank; infinite if nothing fits.
 
@@ -60,17 +72,17 @@ def least_slowest_rank(task: DivisionTask) -> float:
         return math.inf
     model = SolverModel()
     slowest = model.continuous("T")
-    here = _divide(model, task)
-    for rank, limit in enumerate(task.limits):
-        counts = max(task.held[rank], key=sum)
-        work: list[Term] = [(-1, slowest)]
+    alike = _alike(task)
+    parts = _divide(model, task, [n * count for n, rank in alike for count in rank.stages.values()])
+    for number, rank in alike:
+        work: list[Term] = [(-number, slowest)]
         memory: list[Term] = []
-        for in_flight, j in zip(counts, task.on[rank], strict=True):
-            for way, part in here[j]:
-                work.append((way.on(rank) / total * task.ranks, part))
-                memory.append(((way.resident + in_flight * way.saved) / limit, part))
+        for in_flight in rank.stages:
+            for way, part in next(parts):
+                work.append((way.on(rank.first) / total * task.ranks, part))
+                memory.append(((way.resident + in_flight * way.saved) / rank.limit, part))
         model.constrain(work, high=0)
-        model.constrain(memory, high=1)
+        model.constrain(memory, high=number)
     model.minimize([(1, slowest)])
     try:
         return solve(model).objective * total / task.ranks
@@ -92,8 +104,7 @@ def _even_parts_fit(task: DivisionTask) -> bool:
 def _is_too_large(task: DivisionTask) -> bool:
     """Whether the blocks exceed the memory of all ranks even if each is where it takes least: tells
     most infeasible programmes without the solver."""
-    pairs = zip(task.limits, task.held, strict=True)
-    places = {(limit, count) for limit, counts in pairs for count in max(counts, key=sum)}
+    places = {(rank.limit, in_flight) for _, rank in _alike(task) for in_flight in rank.stages}
     least = sum(
         number * min((w.resident + c * w.saved) / limit for w in ways for limit, c in places)
         for (_, ways), number in _kinds(task).items()
@@ -108,9 +119,21 @@ def _kinds(task: DivisionTask) -> Counter[tuple[str, tuple[_Way, ...]]]:
     return Counter(("xz", (_way(a), _way(b))) if b else ("x", (_way(a),)) for a, b in pairs)
 
 
-def _divide(model: SolverModel, task: DivisionTask) -> list[list[tuple[_Way, Variable]]]:
-    """Place all blocks: by stage, each way to run with the variable that counts its blocks."""
-    found: list[list[tuple[_Way, Variable]]] = [[] for _ in range(task.stages)]
+def _alike(task: DivisionTask) -> list[tuple[int, _Rank]]:
+    """The kinds of ranks, each with the number of its ranks."""
+    kinds = Counter(
+        (limit, tuple(sorted(max(held, key=sum))), 0 if task.is_uniform else rank)
+        for rank, (limit, held) in enumerate(zip(task.limits, task.held, strict=True))
+    )
+    return [(n, _Rank(first, limit, Counter(held))) for (limit, held, first), n in kinds.items()]
+
+
+def _divide(
+    model: SolverModel, task: DivisionTask, stages: Sequence[int]
+) -> Iterator[list[tuple[_Way, Variable]]]:
+    """Place all blocks on these numbers of alike stages: for each number, every way to run a block
+    with the variable that counts such blocks."""
+    found: list[list[tuple[_Way, Variable]]] = [[] for _ in stages]
     for k, ((letters, ways), count) in enumerate(_kinds(task).items()):
         parts = []
         for j, own in enumerate(found):
@@ -118,9 +141,9 @@ def _divide(model: SolverModel, task: DivisionTask) -> list[list[tuple[_Way, Var
                 parts.append(model.continuous(f"{letter}[{k},{j}]"))
                 own.append((way, parts[-1]))
         model.constrain([(1, part) for part in parts], count, count)
-    for own in found:
-        model.constrain([(1, part) for _, part in own], low=1)
-    return found
+    for number, own in zip(stages, found, strict=True):
+        model.constrain([(1, part) for _, part in own], low=number)
+    return iter(found)
 
 
 def _way(load: Load) -> _Way:

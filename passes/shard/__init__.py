@@ -28,6 +28,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import ClassVar
 
@@ -35,7 +36,7 @@ from parcompiler.errors import InfeasibleError
 from parcompiler.passes.base import Pass
 from parcompiler.passes.shard import pins as pinning
 from parcompiler.passes.shard.candidates import Candidates
-from parcompiler.passes.shard.ilp import Answer, decide
+from parcompiler.passes.shard.ilp import Answer, ProgrammeSolver, decide
 from parcompiler.passes.shard.ilp_builder import (
     BuiltProgramme,
     MemoryBudget,
@@ -122,24 +123,29 @@ def _fitting(
     memory. Also whether memory is short."""
     states = _states(problem)
     wanted = problem.options.recompute
-    built: BuiltProgramme | None = None
     tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(str(wanted), (False, True))
+
+    @cache
+    def built(again: bool) -> tuple[BuiltProgramme, ProgrammeSolver]:
+        made = build(candidates, pins, states, _budget(problem, recomputed=again))
+        return made, ProgrammeSolver(made.programme)
+
     first, *more = tries
     rest = [(first, 1.0), *((again, part) for again in more)]
     for number, ways in enumerate(([(first, part)], rest, [(again, 1.0) for again in more])):
         found: list[tuple[float, BuiltProgramme, Answer]] = []
         for again, filled in ways:
-            built = build(candidates, pins, states, _budget(problem, filled, recomputed=again))
+            programme, solver = built(again)
             with suppress(InfeasibleError):
-                answer = decide(built.programme)
-                found.append((answer.solution.objective * (AGAIN if again else 1), built, answer))
+                answer = solver.within(filled)
+                seconds = answer.solution.objective * (AGAIN if again else 1)
+                found.append((seconds, programme, answer))
         if found:
-            _, built, answer = min(found, key=itemgetter(0))
-            return built, answer, number > 0 or answer.is_short
-    assert built is not None
-    unlimited = dataclasses.replace(built.programme, budget=None)
+            _, programme, answer = min(found, key=itemgetter(0))
+            return programme, answer, number > 0 or answer.is_short
+    programme, solver = built(tries[-1])
     try:
-        return built, decide(unlimited, least_memory=True), True
+        return programme, solver.least, True
     except InfeasibleError as error:
         raise InfeasibleError(_conflict(candidates, pins, states)) from error
 
@@ -158,7 +164,7 @@ def _states(problem: Problem) -> dict[str, StateCost]:
     return costs
 
 
-def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
+def _budget(problem: Problem, *, recomputed: bool) -> MemoryBudget:
     """The memory of the ranks of a pipeline.
 
     The micro-batches in flight are those of the first rank of 1F1B, or all under schedules that run
@@ -171,9 +177,8 @@ def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
     # Tensors are in pieces if that is needed: so is the largest one of a bucket.
     besides = problem.bucket_bytes / mesh.tensor + problem.held_batch_bytes + spread_bytes(problem)
     each = sum(problem.memories) / mesh.pipeline  # all ranks together hold the model
-    free = (each - besides) * part
     saved = SavedValues(recomputed, problem.selective)
-    return MemoryBudget(max(1.0, free), mesh.pipeline, in_flight, saved)
+    return MemoryBudget(max(1.0, each - besides), mesh.pipeline, in_flight, saved)
 
 
 def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, StateCost]) -> str:

@@ -19,7 +19,7 @@ Subject to  each decision has one choice                    sum over s of x[g,s]
             an edge leads from the type that g gives        sum over t of e[k,a,t] = x   (_connect)
             to the type that h needs                        sum over a of e[k,a,t] = x   (_connect)
             a shared cost is due with each of its events    z[q] >= e or x               (_share)
-            memory suffices, with any one block             bytes <= budget              (fit)
+            memory suffices, with any one block             bytes <= budget              (_limits)
 
 This is the formulation of Alpa's intra-operator pass (2201.12023, section 4.2), except for the
 costs that edges share. Its linear relaxation is nearly always integral (it is a chain of small
@@ -30,12 +30,14 @@ of a model: blocks of one template are one here, with their seconds times their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.plan import Solution
-from parcompiler.solver import SolverModel, Term, Variable, solve
+from parcompiler.solver import ROUNDING, Constraint, SolverModel, Term, Variable, solve
 from parcompiler.spmd import Placement
 
 Pair = tuple[Placement, Placement]
@@ -131,26 +133,13 @@ class Answer:
     is_short: bool = False
 
 
-def decide(data: Programme, *, least_memory: bool = False) -> Answer:
-    """The choices with the fewest seconds, or with the fewest bytes.
-
-    Raises InfeasibleError when there are none.
-    """
-    if data.budget is not None and sum(min(x.nbytes) for x in data.decisions) > data.budget:
-        message = "no choices fit into the memory"
-        raise InfeasibleError(message)
-    linear = LinearModel(data)
-    if least_memory:
-        return linear.answer(linear.bytes, MEGA)
-    free = linear.answer(linear.seconds, MICRO)
-    if fits(data, free):
-        return free
-    linear.fit()
-    return replace(linear.answer(linear.seconds, MICRO), is_short=True)
+def decide(data: Programme) -> Answer:
+    """The choices with the fewest seconds. Raises InfeasibleError when there are none."""
+    return ProgrammeSolver(data).within()
 
 
-class LinearModel:
-    """The programme as a linear model."""
+class ProgrammeSolver:
+    """The programme as a linear model, solved for several shares of its memory."""
 
     def __init__(self, data: Programme) -> None:
         self.data = data
@@ -162,10 +151,40 @@ class LinearModel:
         for number, cost in enumerate(data.shared):
             self._share(f"z[{number}]", cost)
 
-    def answer(self, objective: Sequence[Term], unit: float) -> Answer:
-        """The choices with the least objective, whose terms are in `unit`."""
-        self.model.minimize(objective)
-        solved = solve(self.model, relax=True)
+    def within(self, part: float = 1.0) -> Answer:
+        """The choices with the fewest seconds that fit into a part of the budget.
+
+        Raises InfeasibleError when there are none.
+        """
+        if self.data.budget is None:
+            return self.free
+        budget, nothing = part * self.data.budget, "no choices fit into the memory"
+        if sum(min(x.nbytes) for x in self.data.decisions) > budget:
+            raise InfeasibleError(nothing)
+        if fits(self.data, self.free, budget):
+            return self.free
+        if self.least.solution.bound > (1 + ROUNDING) * budget:  # tells most, see `_floating`
+            raise InfeasibleError(nothing)
+        return replace(self._answer(self.seconds, MICRO, self._limits(budget)), is_short=True)
+
+    @cached_property
+    def free(self) -> Answer:
+        """The choices with the fewest seconds where memory does not matter. Raises InfeasibleError
+        when there are none."""
+        return self._answer(self.seconds, MICRO)
+
+    @cached_property
+    def least(self) -> Answer:
+        """The choices with the fewest bytes. Raises InfeasibleError when there are none."""
+        return self._answer(self.bytes, MEGA)
+
+    def _answer(
+        self, objective: Sequence[Term], unit: float, limits: Iterable[Constraint] = ()
+    ) -> Answer:
+        """The choices with the least objective, whose terms are in `unit`, within these limits."""
+        model = replace(self.model, rows=[*self.model.rows, *limits])
+        model.minimize(objective)
+        solved = solve(model, relax=True)
         values = ([solved[variable] for variable in variables] for variables in self.variables)
         choices = tuple(max(range(len(x)), key=x.__getitem__) for x in values)
         bound = Solution(solved.status, solved.objective / unit, solved.bound / unit, solved.gap)
@@ -248,19 +267,25 @@ class LinearModel:
         if nbytes:
             self.bytes += [(count * nbytes * MEGA, variable) for count, variable in terms]
 
-    def fit(self) -> None:
+    def _limits(self, budget: float) -> Iterator[Constraint]:
         """Memory suffices; no constraint is needed where all choices together would fit."""
-        assert self.data.budget is not None, "there is a budget"
-        budget, sums = self.data.budget * MEGA, [self.bytes]
+        for terms in self._sums:
+            if sum(count for count, _ in terms) > budget * MEGA:
+                yield Constraint(terms, -math.inf, budget * MEGA)
+
+    @cached_property
+    def _sums(self) -> list[tuple[Term, ...]]:
+        """The bytes of all choices, and with those of each block that runs again."""
+        sums = [self.bytes]
         for number, block in enumerate(self.data.blocks):
             sums.append([*self.bytes, *self._held(number, block)])
+        found = []
         for terms in sums:
-            if sum(count for count, _ in terms) > budget:
-                total: dict[Variable, float] = {}
-                for count, variable in terms:
-                    total[variable] = total.get(variable, 0.0) + count
-                terms = [(count, variable) for variable, count in total.items()]
-                self.model.constrain(terms, high=budget)
+            total: dict[Variable, float] = {}
+            for count, variable in terms:
+                total[variable] = total.get(variable, 0.0) + count
+            found.append(tuple((count, variable) for variable, count in total.items()))
+        return found
 
     def _held(self, number: int, block: BlockBytes) -> Iterator[Term]:
         """The bytes of a block that runs again."""
@@ -284,10 +309,8 @@ def bytes_of(data: Programme, choices: Sequence[int]) -> float:
     return sum(costs) + sum(cost.nbytes for cost in filter(due(data, choices), data.shared))
 
 
-def fits(data: Programme, answer: Answer) -> bool:
-    """Whether memory suffices for an answer."""
-    if data.budget is None:
-        return True
+def fits(data: Programme, answer: Answer, budget: float) -> bool:
+    """Whether these bytes suffice for an answer."""
     is_due, choices = due(data, answer.choices), answer.choices
 
     def held(block: BlockBytes) -> float:
@@ -295,7 +318,7 @@ def fits(data: Programme, answer: Answer) -> bool:
         return own + sum(cost.nbytes for cost in filter(is_due, block.shared))
 
     most = max(map(held, data.blocks), default=0.0) * data.weight
-    return answer.nbytes + most <= data.budget
+    return answer.nbytes + most <= budget
 
 
 def due(data: Programme, choices: Sequence[int]) -> Callable[[SharedCost], bool]:

@@ -22,7 +22,7 @@ from parcompiler.models import dlrm, gpt, llama, moe, resnet
 from parcompiler.options import Options
 from parcompiler.passes.shard import ShardPass, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
-from parcompiler.passes.shard.ilp import LinearModel, decide
+from parcompiler.passes.shard.ilp import ProgrammeSolver, decide
 from parcompiler.passes.shard.ilp_builder import build
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.shard.node_costs import ShardCosts
@@ -276,7 +276,8 @@ def told(layers: int) -> tuple[Candidates, Any]:
 
 def test_the_programme_of_many_layers_is_that_of_two() -> None:
     few, many = told(2)[1], told(12)[1]
-    sizes = [(len(m.variables), len(m.rows)) for m in (LinearModel(x).model for x in (few, many))]
+    models = [ProgrammeSolver(data).model for data in (few, many)]
+    sizes = [(len(model.variables), len(model.rows)) for model in models]
     assert sizes[0] == sizes[1]
     assert [len(x.seconds) for x in few.decisions] == [len(x.seconds) for x in many.decisions]
     layers = [decide(data).solution.objective for data in (few, many)]

@@ -18,8 +18,8 @@ from parcompiler.passes.shard.ilp import (
     EdgeEnd,
     EdgeEvent,
     Event,
-    LinearModel,
     Programme,
+    ProgrammeSolver,
     SharedCost,
     bytes_of,
     decide,
@@ -51,7 +51,7 @@ def seconds_of(data: Programme, choices: tuple[int, ...]) -> float:
 
 
 def variables(data: Programme) -> int:
-    return len(LinearModel(data).model.variables)
+    return len(ProgrammeSolver(data).model.variables)
 
 
 def tried(data: Programme) -> float | None:
@@ -166,6 +166,6 @@ def test_the_least_memory_is_found_where_nothing_fits() -> None:
     data = Programme(groups, (), (), budget=5e6)
     with pytest.raises(InfeasibleError):
         decide(data)
-    answer = decide(dataclasses.replace(data, budget=None), least_memory=True)
+    answer = ProgrammeSolver(data).least
     assert answer.choices == (1,)
     assert answer.nbytes == 10e6
