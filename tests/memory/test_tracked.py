@@ -8,6 +8,8 @@ import torch
 
 import parcompiler as pc
 from parcompiler import problem
+from parcompiler.cost.selective import running_again
+from parcompiler.graph import nbytes_of
 from parcompiler.instruction import Instruction
 from parcompiler.models import gpt
 from tests.memory.cases import MODELS, compiled
@@ -23,8 +25,22 @@ def check(program: pc.Program, *, kinds: bool = False) -> list[Held]:
     predicted = program.simulate().peak_memory
     found = [Rank(program, rank).step(kinds=kinds) for rank in range(len(predicted))]
     for rank, (size, held) in enumerate(zip(predicted, found, strict=True)):
-        assert size == pytest.approx(held.peak, rel=BOUND), f"rank {rank}"
+        least, most = (1 - BOUND) * held.peak, (1 + BOUND) * held.peak + freed(program, rank)
+        assert least <= size <= most, f"rank {rank}"
     return found
+
+
+def freed(program: pc.Program, rank: int) -> int:
+    """Bytes of the results of blocks that run again as cheap operators do, such as a norm at the
+    end of a layer. Predictions count them, as compiled layers keep them."""
+    plan = program.plan
+    if not plan.selective or plan.granularity is None:
+        return 0
+    graph, parts = program.problem.graph, program.problem.priced(plan.granularity).cut
+    names = {name for stage in plan.stages or () if stage.rank == rank for name in stage.blocks}
+    own = [block for block in parts.blocks if block.name in names]
+    again = (node for b in own for node in b.outputs if node in running_again(graph, b))
+    return plan.microbatches * sum(map(nbytes_of, again))
 
 
 @pytest.mark.parametrize(
