@@ -31,7 +31,8 @@ class Rewriting:
 
     def keep(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """Make a new node the replacement of one of the whole, under its name."""
-        made.meta = {**node.meta, **made.meta}
+        for key, value in node.meta.items():
+            made.meta.setdefault(key, value)
         if made.name != node.name:  # torch renames inputs called `torch` or `inf`
             made.name = node.name
         self.nodes[node] = made

@@ -62,7 +62,7 @@ class RepeatedRewriting(Rewriting):
                 known, given = place(module, base), place(twin[module], node)
             # Entries not from its origin follow from shapes and types.
             more = {key: value for key, value in old.meta.items() if known.get(key) is not value}
-            new.meta = {**given, **more}
+            new.meta.update(given, **more)
             copies[old] = self.name(new, node.name + suffix, carries=carries) if suffix else new
             if not suffix:
                 self.keep(node, new)

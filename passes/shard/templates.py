@@ -36,7 +36,7 @@ class BlockTemplate:
         return self.blocks[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a group is itself: it is a key of many dicts
 class TensorGroup:
     """Tensors in the same place of the blocks of a template, which have one placement.
 
