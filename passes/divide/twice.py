@@ -10,9 +10,10 @@ Minimize    sum(d[t] n[t]), then sum(n[t])
 Subject to  over - sum(s[t] n[t]) + a <= 0
             a >= m[t] if n[t] < c[t],  a >= m'[t] if n[t] > 0
 
-There are few kinds, as layers repeat, and so all choices are tried; the solver is asked where they
-are many. A rank with several stages has one such constraint for each vector of micro-batches in
-flight.
+There are few kinds, as layers repeat, and so all choices are tried. Under ZeRO 2 the gradients that
+wait for their bucket differ from layer to layer, and so do m and m': then a is tried, the lowest
+first, and only blocks that differ in d or s are kinds. The solver is asked where these are many. A
+rank with several stages has one such constraint for each vector of micro-batches in flight.
 
 >>> layers = BlockKind(4, again=3, freed=(10,), moment=2, moment_again=5)
 >>> [cheapest([layers], [over]) for over in (-2, 1, 36)]
@@ -35,6 +36,7 @@ from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import SolverModel, Variable, solve
 
 CHOICES = 4096  # most choices that are tried one by one
+SORTED = 2**16  # most choices that are tried in the order of their seconds
 
 
 class BlockKind(NamedTuple):
@@ -68,7 +70,13 @@ def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
         return None
     ends = tuple(1 if kind.again is None else kind.blocks + 1 for kind in kinds)
     if math.prod(ends) > CHOICES:
-        return _solved(kinds, over)
+        alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for t, kind in enumerate(kinds):
+            if kind.again is not None:
+                alike.setdefault((kind.again, kind.freed), []).append(t)
+        if math.prod(1 + sum(kinds[t].blocks for t in own) for own in alike.values()) > SORTED:
+            return _solved(kinds, over)
+        return _by_moment(kinds, over, list(alike.values()))
     counts = _every(ends)
     seconds = counts @ np.array([kind.again or 0 for kind in kinds])
     once = np.where(counts < [kind.blocks for kind in kinds], [kind.moment for kind in kinds], 0)
@@ -86,6 +94,53 @@ def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
 def _every(ends: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """All choices of counts below `ends`, one in a row, in lexicographic order."""
     return np.indices(ends).reshape(len(ends), -1).T
+
+
+def _by_moment(
+    kinds: Sequence[BlockKind], over: Sequence[int], alike: Sequence[Sequence[int]]
+) -> Choice | None:
+    """`cheapest` for kinds that differ in their moments alone: the numbers of those in each group
+    of `alike`. Within a group any blocks do whose moments are low enough."""
+    firsts = [kinds[own[0]] for own in alike]
+    counts = _every(tuple(1 + sum(kinds[t].blocks for t in own) for own in alike))
+    seconds, number = counts @ np.array([kind.again for kind in firsts]), counts.sum(axis=1)
+    ranking = np.lexsort((number, seconds))  # the cheapest first
+    counts, seconds = counts[ranking], seconds[ranking]
+    room = (counts @ np.array([kind.freed for kind in firsts]) - np.array(over)).min(axis=1)
+    best: int = len(counts)
+    taken: tuple[int, ...] = ()
+    for most in sorted({moment for kind in kinds for moment in (kind.moment, kind.moment_again)}):
+        fitting = np.flatnonzero(room[:best] >= most)
+        if not fitting.size:
+            break  # higher moments leave less room
+        if any(kind.moment > most for kind in kinds if kind.again is None):
+            continue
+        must = [[t for t in own if kinds[t].moment > most] for own in alike]
+        able = [[t for t in own if kinds[t].moment_again <= most] for own in alike]
+        if any(not {*here} <= {*may} for here, may in zip(must, able, strict=True)):
+            continue
+        low, high = ([sum(kinds[t].blocks for t in own) for own in x] for x in (must, able))
+        found = fitting[((counts[fitting] >= low) & (counts[fitting] <= high)).all(axis=1)]
+        if found.size:
+            best = int(found[0])
+            taken = _spread(kinds, counts[best].tolist(), must, able)
+    return Choice(int(seconds[best]), taken) if best < len(counts) else None
+
+
+def _spread(
+    kinds: Sequence[BlockKind],
+    counts: Sequence[int],
+    must: Sequence[Sequence[int]],
+    able: Sequence[Sequence[int]],
+) -> tuple[int, ...]:
+    """The number of blocks of each kind that run twice, from the number of each group: first of the
+    kinds that must, then of the last that are able to."""
+    taken = [0] * len(kinds)
+    for left, first, others in zip(counts, must, able, strict=True):
+        for t in dict.fromkeys((*first, *reversed(others))):
+            taken[t] = min(left, kinds[t].blocks)
+            left -= taken[t]
+    return tuple(taken)
 
 
 def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:

@@ -22,6 +22,7 @@ from parcompiler.passes.divide import (
     divide,
     evaluate,
     relaxed,
+    twice,
 )
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.divide.twice import BlockKind, _solved, cheapest
@@ -196,6 +197,37 @@ def test_the_solver_and_trying_all_choose_equally_well() -> None:
             assert (one.seconds, sum(one.counts)) == (other.seconds, sum(other.counts))
             fitting += 1
     assert fitting > 20
+
+
+def test_kinds_that_differ_in_their_moments_are_chosen_as_by_trying_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(0)
+    fitting = 0
+    for _ in range(200):
+        kinds = []
+        for _ in range(rng.randint(1, 2)):
+            again, freed = rng.choice((None, *range(1, 9))), (rng.randint(0, 9), rng.randint(0, 9))
+            kinds += [
+                BlockKind(rng.randint(1, 2), again, freed, rng.randint(0, 9), rng.randint(0, 15))
+                for _ in range(rng.randint(1, 4))
+            ]
+        rng.shuffle(kinds)
+        over = [rng.randint(-20, 20), rng.randint(-20, 20)]
+        one = cheapest(kinds, over)
+        with monkeypatch.context() as patch:
+            patch.setattr(twice, "CHOICES", 1)
+            other = cheapest(kinds, over)
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert (one.seconds, sum(one.counts)) == (other.seconds, sum(other.counts))
+            pairs = [*zip(kinds, other.counts, strict=True)]
+            once = [kind.moment for kind, count in pairs if count < kind.blocks]
+            moment = max(once + [kind.moment_again for kind, count in pairs if count])
+            sums = [sum(count * kind.freed[v] for kind, count in pairs) for v in range(2)]
+            assert all(size + moment <= most for size, most in zip(over, sums, strict=True))
+            fitting += 1
+    assert fitting > 50
 
 
 def test_stages_and_choice_together_are_better_than_one_after_the_other() -> None:
