@@ -346,10 +346,6 @@ class Problem:
         value, gradient, states = ((part if self.zero >= k else whole) * n for k, n in levels)
         return value, item.gradient_nbytes if item.looked_up else gradient, states
 
-    def element_bytes(self, item: Parameter) -> int:
-        """`state_bytes` for each element, rounded up."""
-        return -(-self.state_bytes(item) // max(1, item.numel))
-
     def bytes_of(self, item: Parameter) -> tuple[int, int, int]:
         """Bytes of an element of a parameter, of its gradient, and of its optimizer states."""
         value, wide = item.dtype.itemsize, item.wide_dtype.itemsize

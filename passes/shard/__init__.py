@@ -158,9 +158,9 @@ def _states(problem: Problem) -> dict[str, StateCost]:
     costs = {}
     for item in problem.graph.parameters:
         trains = item.trainable and options.optimizer != "none"
-        each = problem.element_bytes(item)
-        update = (2 * each - item.dtype.itemsize) / bandwidth if trains else 0.0
-        costs[item.name] = StateCost(each, update)
+        value, gradient, states = (size / max(1, item.numel) for size in problem.kept_bytes(item))
+        each = value + gradient + states
+        costs[item.name] = StateCost(each, (2 * each - gradient) / bandwidth if trains else 0.0)
     return costs
 
 

@@ -20,7 +20,7 @@ from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.models import dlrm, gpt, llama, moe, resnet
 from parcompiler.options import Options
-from parcompiler.passes.shard import ShardPass, assignment, decided
+from parcompiler.passes.shard import ShardPass, _states, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
 from parcompiler.passes.shard.ilp import ProgrammeSolver, decide
 from parcompiler.passes.shard.ilp_builder import build
@@ -266,6 +266,15 @@ def test_stacked_experts_are_split_by_experts(n: int) -> None:
     graph = capture(model, {"x": torch.zeros(1, 512, 1024)})
     tensors = held(decided(problem(graph, n)), "Experts")
     assert tensors["up"] == tensors["down"] == "S(0)"
+
+
+def test_states_in_pieces_on_many_data_ranks_are_not_rounded_up() -> None:
+    graph = captured("gpt", 256, 64)
+    wide = Problem(graph, pc.Mesh(tensor=2, data=256, device=H100), Options(microbatches=4))
+    states = _states(wide)
+    told = sum(states[item.name].nbytes * item.numel for item in graph.parameters)
+    assert told == pytest.approx(sum(map(wide.state_bytes, graph.parameters)))
+    assert all(states[item.name].seconds > 0 for item in graph.parameters if item.trainable)
 
 
 def told(layers: int) -> tuple[Candidates, Any]:
