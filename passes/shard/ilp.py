@@ -31,7 +31,7 @@ of a model: blocks of one template are one here, with their seconds times their 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -163,9 +163,10 @@ class ProgrammeSolver:
             raise InfeasibleError(nothing)
         if fits(self.data, self.free, budget):
             return self.free
-        if self.least.solution.bound > (1 + ROUNDING) * budget:  # tells most, see `_floating`
+        if self.least.solution.bound > (1 + ROUNDING) * budget:  # GLOP needs two runs to tell
             raise InfeasibleError(nothing)
-        return replace(self._answer(self.seconds, MICRO, self._limits(budget)), is_short=True)
+        limits = [*self._limits(budget)]  # may add rows to the model
+        return replace(self._answer(self.seconds, MICRO, limits), is_short=True)
 
     @cached_property
     def free(self) -> Answer:
@@ -179,7 +180,7 @@ class ProgrammeSolver:
         return self._answer(self.bytes, MEGA)
 
     def _answer(
-        self, objective: Sequence[Term], unit: float, limits: Iterable[Constraint] = ()
+        self, objective: Sequence[Term], unit: float, limits: Sequence[Constraint] = ()
     ) -> Answer:
         """The choices with the least objective, whose terms are in `unit`, within these limits."""
         model = replace(self.model, rows=[*self.model.rows, *limits])

@@ -107,23 +107,49 @@ def some(seed: int) -> Programme:
     return Programme(groups, tuple(edges), tuple(charges), budget, tuple(blocks), weight)
 
 
+def check(seed: int) -> None:
+    """The answer to a random programme is that of trying everything."""
+    data = some(seed)
+    best = tried(data)
+    if best is None:
+        with pytest.raises(InfeasibleError):
+            decide(data)
+        return
+    answer = decide(data)
+    assert is_possible(data, answer.choices), seed
+    assert seconds_of(data, answer.choices) == pytest.approx(best, rel=1e-9, abs=1e-12), seed
+    assert answer.solution.objective == pytest.approx(best, rel=1e-7, abs=1e-12)
+    assert answer.solution.status == "optimal"
+    assert answer.nbytes == bytes_of(data, answer.choices)
+    free = tried(dataclasses.replace(data, budget=None))
+    assert answer.is_short or best == free
+
+
 @pytest.mark.parametrize("part", range(8))
 def test_the_objective_is_that_of_trying_everything(part: int) -> None:
     for seed in range(40 * part, 40 * part + 40):
-        data = some(seed)
-        best = tried(data)
+        check(seed)
+
+
+@pytest.mark.parametrize("seed", [362, 1400, 3625])
+def test_values_that_blocks_share_while_they_run_again_take_memory(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_part_of_the_memory_is_less_memory(seed: int) -> None:
+    data = some(seed)
+    if data.budget is None:
+        return
+    solver = ProgrammeSolver(data)
+    for part in (0.5, 0.8, 1.0, 0.5):
+        best = tried(dataclasses.replace(data, budget=part * data.budget))
         if best is None:
             with pytest.raises(InfeasibleError):
-                decide(data)
-            continue
-        answer = decide(data)
-        assert is_possible(data, answer.choices), seed
-        assert seconds_of(data, answer.choices) == pytest.approx(best, rel=1e-9, abs=1e-12), seed
-        assert answer.solution.objective == pytest.approx(best, rel=1e-7, abs=1e-12)
-        assert answer.solution.status == "optimal"
-        assert answer.nbytes == bytes_of(data, answer.choices)
-        free = tried(dataclasses.replace(data, budget=None))
-        assert answer.is_short or best == free
+                solver.within(part)
+        else:
+            found = solver.within(part)
+            assert seconds_of(data, found.choices) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
 def test_random_programmes_are_of_every_sort() -> None:
