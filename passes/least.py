@@ -116,8 +116,9 @@ def _methods(problem: Problem) -> list[VocabularyChoice | None]:
     if problem.mesh.pipeline == 1:
         return [None]
     choices = choices_for(problem)
-    several = any(choice.method == "vocab-2" for choice in choices)
-    return [choice for choice in choices if not several or choice.method != "vocab-1"]
+    if any(choice.method == "vocab-2" for choice in choices):
+        choices = [choice for choice in choices if choice.method != "vocab-1"]
+    return [*choices]
 
 
 def _sharded(problem: Problem, plan: Plan) -> Plan:
