@@ -10,10 +10,11 @@ Minimize    sum(d[t] n[t]), then sum(n[t])
 Subject to  over - sum(s[t] n[t]) + a <= 0
             a >= m[t] if n[t] < c[t],  a >= m'[t] if n[t] > 0
 
-There are few kinds, as layers repeat, and so all choices are tried. Under ZeRO 2 the gradients that
-wait for their bucket differ from layer to layer, and so do m and m': then a is tried, the lowest
-first, and only blocks that differ in d or s are kinds. The solver is asked where these are many. A
-rank with several stages has one such constraint for each vector of micro-batches in flight.
+There are few numbers of blocks that differ in d or s, as layers repeat: all are tried, the cheapest
+first, for each value of a. Among blocks that differ in m and m' alone, as gradients that wait for
+their bucket do under ZeRO 2, any do that a is enough for. Where there are many numbers, the solver
+is asked. A rank with several stages has one such constraint for each vector of micro-batches in
+flight.
 
 >>> layers = BlockKind(4, again=3, freed=(10,), moment=2, moment_again=5)
 >>> [cheapest([layers], [over]) for over in (-2, 1, 36)]
@@ -35,8 +36,7 @@ from parcompiler.passes.divide.data import blocks_on, received_on, sizes
 from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import SolverModel, Variable, solve
 
-CHOICES = 4096  # most choices that are tried one by one
-SORTED = 2**16  # most choices that are tried in the order of their seconds
+CHOICES = 2**16  # most numbers of blocks that are tried
 
 
 class BlockKind(NamedTuple):
@@ -60,63 +60,34 @@ class Choice(NamedTuple):
 
 
 def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
-    """The cheapest choice that fits; of equals with the same number of blocks, the first in
-    lexicographic order. None if none fits."""
+    """The cheapest choice that fits; of equals one with the fewest blocks. None if none fits."""
     most = [
         sum(kind.blocks * max(0, kind.freed[v]) for kind in kinds if kind.again is not None)
         for v in range(len(over))
     ]
     if any(size > freed for size, freed in zip(over, most, strict=True)):
         return None
-    ends = tuple(1 if kind.again is None else kind.blocks + 1 for kind in kinds)
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for t, kind in enumerate(kinds):
+        if kind.again is not None:
+            groups.setdefault((kind.again, kind.freed), []).append(t)
+    ends = tuple(1 + sum(kinds[t].blocks for t in own) for own in groups.values())
     if math.prod(ends) > CHOICES:
-        alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for t, kind in enumerate(kinds):
-            if kind.again is not None:
-                alike.setdefault((kind.again, kind.freed), []).append(t)
-        if math.prod(1 + sum(kinds[t].blocks for t in own) for own in alike.values()) > SORTED:
-            return _solved(kinds, over)
-        return _by_moment(kinds, over, list(alike.values()))
-    counts = _every(ends)
-    seconds = counts @ np.array([kind.again or 0 for kind in kinds])
-    once = np.where(counts < [kind.blocks for kind in kinds], [kind.moment for kind in kinds], 0)
-    again = np.where(counts > 0, [kind.moment_again for kind in kinds], 0)
-    moments = np.maximum(once, again).max(axis=1)
-    freed = counts @ np.array([kind.freed for kind in kinds])
-    fitting = np.flatnonzero((np.array(over) + moments[:, None] <= freed).all(axis=1))
-    if not fitting.size:
-        return None
-    best = fitting[np.lexsort((counts.sum(axis=1)[fitting], seconds[fitting]))[0]]
-    return Choice(int(seconds[best]), tuple(counts[best].tolist()))
-
-
-@lru_cache(maxsize=64)  # layers repeat
-def _every(ends: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """All choices of counts below `ends`, one in a row, in lexicographic order."""
-    return np.indices(ends).reshape(len(ends), -1).T
-
-
-def _by_moment(
-    kinds: Sequence[BlockKind], over: Sequence[int], alike: Sequence[Sequence[int]]
-) -> Choice | None:
-    """`cheapest` for kinds that differ in their moments alone: the numbers of those in each group
-    of `alike`. Within a group any blocks do whose moments are low enough."""
-    firsts = [kinds[own[0]] for own in alike]
-    counts = _every(tuple(1 + sum(kinds[t].blocks for t in own) for own in alike))
-    seconds, number = counts @ np.array([kind.again for kind in firsts]), counts.sum(axis=1)
-    ranking = np.lexsort((number, seconds))  # the cheapest first
-    counts, seconds = counts[ranking], seconds[ranking]
-    room = (counts @ np.array([kind.freed for kind in firsts]) - np.array(over)).min(axis=1)
+        return _solved(kinds, over)
+    counts, seconds = _ranked(ends, tuple(again for again, _ in groups))
+    freed = np.array([freed for _, freed in groups], dtype=np.int64).reshape(len(ends), len(over))
+    room = (counts @ freed - np.array(over)).min(axis=1)
+    least = max((kind.moment for kind in kinds if kind.again is None), default=0)
     best: int = len(counts)
     taken: tuple[int, ...] = ()
-    for most in sorted({moment for kind in kinds for moment in (kind.moment, kind.moment_again)}):
-        fitting = np.flatnonzero(room[:best] >= most)
-        if not fitting.size:
-            break  # higher moments leave less room
-        if any(kind.moment > most for kind in kinds if kind.again is None):
+    for a in sorted({moment for kind in kinds for moment in (kind.moment, kind.moment_again)}):
+        if a < least:
             continue
-        must = [[t for t in own if kinds[t].moment > most] for own in alike]
-        able = [[t for t in own if kinds[t].moment_again <= most] for own in alike]
+        fitting = np.flatnonzero(room[:best] >= a)
+        if not fitting.size:
+            break  # a higher one leaves less room
+        must = [[t for t in own if kinds[t].moment > a] for own in groups.values()]
+        able = [[t for t in own if kinds[t].moment_again <= a] for own in groups.values()]
         if any(not {*here} <= {*may} for here, may in zip(must, able, strict=True)):
             continue
         low, high = ([sum(kinds[t].blocks for t in own) for own in x] for x in (must, able))
@@ -125,6 +96,18 @@ def _by_moment(
             best = int(found[0])
             taken = _spread(kinds, counts[best].tolist(), must, able)
     return Choice(int(seconds[best]), taken) if best < len(counts) else None
+
+
+@lru_cache(maxsize=16)  # layers repeat
+def _ranked(
+    ends: tuple[int, ...], again: tuple[int, ...]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """All numbers of blocks below `ends`, one choice in a row, and the seconds of each: the
+    cheapest first, of equals the fewest blocks, then in lexicographic order."""
+    counts = np.indices(ends).reshape(len(ends), math.prod(ends)).T
+    seconds = counts @ np.array(again, dtype=np.int64)
+    ranking = np.lexsort((counts.sum(axis=1), seconds))
+    return counts[ranking], seconds[ranking]
 
 
 def _spread(

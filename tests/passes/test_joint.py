@@ -22,7 +22,6 @@ from parcompiler.passes.divide import (
     divide,
     evaluate,
     relaxed,
-    twice,
 )
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.divide.twice import BlockKind, _solved, cheapest
@@ -181,52 +180,44 @@ def test_the_best_is_found_in_thousands_of_cases(seed: int) -> None:
         check(random_case(rng))
 
 
-def test_the_solver_and_trying_all_choose_equally_well() -> None:
-    rng = random.Random(0)
-    fitting = 0
-    for _ in range(60):
-        kinds = [
-            BlockKind(rng.randint(1, 4), rng.choice((None, rng.randint(0, 9))),
-                 (rng.randint(0, 9), rng.randint(0, 9)), rng.randint(0, 5), rng.randint(0, 8))
-            for _ in range(rng.randint(1, 3))
-        ]  # fmt: skip
-        over = [rng.randint(-9, 20), rng.randint(-9, 20)]
-        one, other = cheapest(kinds, over), _solved(kinds, over)
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one.seconds, sum(one.counts)) == (other.seconds, sum(other.counts))
-            fitting += 1
-    assert fitting > 20
+def by_trying_all(kinds: list[BlockKind], over: list[int]) -> tuple[int, int] | None:
+    """Seconds and blocks of the cheapest choice that fits."""
+    ranges = [range(1 if kind.again is None else kind.blocks + 1) for kind in kinds]
+    fitting = []
+    for counts in itertools.product(*ranges):
+        if fits(kinds, over, counts):
+            seconds = sum(n * (kind.again or 0) for n, kind in zip(counts, kinds, strict=True))
+            fitting.append((seconds, sum(counts)))
+    return min(fitting, default=None)
 
 
-def test_kinds_that_differ_in_their_moments_are_chosen_as_by_trying_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def fits(kinds: list[BlockKind], over: list[int], counts: tuple[int, ...]) -> bool:
+    """Whether what these blocks free is enough, also while the largest of all computes."""
+    pairs = [*zip(kinds, counts, strict=True)]
+    once = [kind.moment for kind, n in pairs if n < kind.blocks]
+    moment = max(once + [kind.moment_again for kind, n in pairs if n])
+    freed = [sum(n * kind.freed[v] for kind, n in pairs) for v in range(len(over))]
+    return all(size + moment <= most for size, most in zip(over, freed, strict=True))
+
+
+def test_the_cheapest_blocks_are_those_of_trying_all() -> None:
     rng = random.Random(0)
     fitting = 0
     for _ in range(200):
         kinds = []
-        for _ in range(rng.randint(1, 2)):
-            again, freed = rng.choice((None, *range(1, 9))), (rng.randint(0, 9), rng.randint(0, 9))
+        for _ in range(rng.randint(1, 2)):  # kinds that differ in their moments alone, or not
+            again, freed = rng.choice((None, *range(9))), (rng.randint(0, 9), rng.randint(0, 9))
             kinds += [
-                BlockKind(rng.randint(1, 2), again, freed, rng.randint(0, 9), rng.randint(0, 15))
-                for _ in range(rng.randint(1, 4))
+                BlockKind(rng.randint(1, 3), again, freed, rng.randint(0, 9), rng.randint(0, 15))
+                for _ in range(rng.randint(1, 3))
             ]
         rng.shuffle(kinds)
         over = [rng.randint(-20, 20), rng.randint(-20, 20)]
-        one = cheapest(kinds, over)
-        with monkeypatch.context() as patch:
-            patch.setattr(twice, "CHOICES", 1)
-            other = cheapest(kinds, over)
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one.seconds, sum(one.counts)) == (other.seconds, sum(other.counts))
-            pairs = [*zip(kinds, other.counts, strict=True)]
-            once = [kind.moment for kind, count in pairs if count < kind.blocks]
-            moment = max(once + [kind.moment_again for kind, count in pairs if count])
-            sums = [sum(count * kind.freed[v] for kind, count in pairs) for v in range(2)]
-            assert all(size + moment <= most for size, most in zip(over, sums, strict=True))
-            fitting += 1
+        best = by_trying_all(kinds, over)
+        for choice in (cheapest(kinds, over), _solved(kinds, over)):
+            assert (choice and (choice.seconds, sum(choice.counts))) == best
+            assert choice is None or fits(kinds, over, choice.counts)
+        fitting += best is not None
     assert fitting > 50
 
 
