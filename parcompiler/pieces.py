@@ -27,6 +27,7 @@ ranks attend to equally many others (Llama 3, arXiv 2407.21783, section 3.3.2).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -111,6 +112,17 @@ class Shard:
     def even(self, n: int) -> bool:
         """Whether all ranks hold equally much."""
         return all(size % n == 0 for size in self.sizes)
+
+    def in_order(self, n: int, shape: Sequence[int]) -> bool:
+        """Whether the equal pieces of all ranks, one after another in memory, are the whole;
+        `shape` is that of the whole or of a piece.
+
+        >>> rows = Shard(1, (8,))
+        >>> rows.in_order(4, (1, 8, 3)), rows.in_order(4, (2, 8, 3)), rows.in_order(3, (1, 8, 3))
+        (True, False, False)
+        """
+        plain = len(self.sizes) == 1 and not self.zigzag
+        return plain and self.even(n) and math.prod(shape[: self.dim]) == 1
 
     def spans(self, n: int, rank: int) -> tuple[Span, ...]:
         """The runs of `rank` in the dimension: a piece, or two chunks, of each segment."""

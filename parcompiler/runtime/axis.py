@@ -122,6 +122,8 @@ class Axis:
         flat = part.new_empty(self.size * part.numel())
         sent = wire(part.view(-1))
         self._finish(dist.all_gather_single(wire(flat), sent, self.group, async_op=True))
+        if shard.in_order(self.size, part.shape):
+            return flat.view(shard.shape(part.shape))
         parts = list(flat.view(self.size, *part.shape).unbind())
         if not shard.even(self.size):
             lengths = [shard.length(self.size, rank) for rank in range(self.size)]
@@ -137,9 +139,12 @@ class Axis:
             return self.own(self.all_reduce(summand), shard).contiguous()
         shape = list(summand.shape)
         shape[shard.dim] //= self.size
-        sent = summand.new_empty(self.size, *shape)
-        for rank, part in enumerate(sent):
-            part.copy_(shard.take(summand, self.size, rank))
+        if shard.in_order(self.size, shape):
+            sent = in_memory(summand)
+        else:
+            sent = summand.new_empty(self.size, *shape)
+            for rank, part in enumerate(sent):
+                part.copy_(shard.take(summand, self.size, rank))
         own = sent.new_empty(shape)
         flat = wire(own.view(-1)), wire(sent.view(-1))
         self._finish(dist.reduce_scatter_single(*flat, group=self.group, async_op=True))
