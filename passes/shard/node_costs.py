@@ -4,8 +4,7 @@ A node is traced once, whole, by itself. Under a strategy its arithmetic shrinks
 of the split dimension, and its memory traffic to the bytes of the local operands and results: a
 product of a whole matrix with a piece of another reads all of the first, and a lookup in a piece of
 each row reads at least a cache line. The number of kernels stays. Collectives use the links between
-neighbours, which the ranks of the tensor axis are; a rank copies the values that it sends or
-receives (see `runtime.axis`).
+neighbours, which the ranks of the tensor axis are.
 """
 
 from __future__ import annotations
@@ -166,20 +165,15 @@ class ShardCosts:
         return cache(self._action)
 
     def _action(self, action: Action, nbytes: float) -> float:
-        """Seconds of a collective, or of the copy that a rank makes."""
+        """Seconds of a collective, as in predicted steps, or of the copy that a rank makes."""
         if action == "nothing":
             return 0.0
-        touched = {
-            "take": 2 / self.n,
-            "pad": 1 + 1 / self.n,
-            "all-to-all": 4 / self.n,
-        }.get(action, 2.0)
+        if action in BYTES:
+            sent = collective.seconds(action, nbytes, self._ranks, self.device)
+            return sent + self.device.launch_overhead + COLLECTIVE
+        touched = {"take": 2 / self.n, "pad": 1 + 1 / self.n}.get(action, 2.0)
         bandwidth = self.device.memory_bandwidth * self.device.efficiency.bandwidth
-        copied = touched * nbytes / bandwidth + self.device.launch_overhead
-        if action not in BYTES:
-            return copied
-        sent = collective.seconds(action, nbytes, self._ranks, self.device)
-        return copied + sent + self.device.launch_overhead + COLLECTIVE
+        return touched * nbytes / bandwidth + self.device.launch_overhead
 
 
 def share(shape: Shape, placement: Placement, n: int) -> float:

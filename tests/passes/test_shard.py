@@ -95,9 +95,10 @@ def test_a_layer_is_split_by_columns_and_rows_with_two_all_reduces(
     assert (found.solution.status, round(found.solution.gap, 9)) == ("optimal", 0.0)
 
 
+@pytest.mark.parametrize("rows", [2048, 8192])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_long_sequences_are_split_between_the_products(kind: str) -> None:
-    graph = captured(kind, 8192, 8192)
+def test_long_sequences_are_split_between_the_products(kind: str, rows: int) -> None:
+    graph = captured(kind, 8192, rows)
     found = decided(problem(graph, 4))
     pairs = {"reduce-scatter": 2, "all-gather": 2}
     assert said(graph, found, 4, "layers.1") == (pairs, pairs)
