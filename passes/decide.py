@@ -88,10 +88,11 @@ def plainest(
     observer: Observer = lambda name: nullcontext(),
 ) -> Plan:
     """The plainest plan on the same mesh and level of ZeRO with a step of at most `enough` seconds
-    (None: MARGIN more than the plan's). Raises PlanError where the plan's order deadlocks."""
+    (None: MARGIN more than the plan's), and a lowered step of at most MARGIN more than the plan's.
+    Raises PlanError where the plan's order deadlocks."""
     if tuple(passes) != DEFAULT or plan.mesh.pipeline == 1 or plan.orders is not None:
         return plan
-    seconds = step_of(problem, plan)
+    seconds, judged = step_of(problem, plan), _judged_step(problem, plan)
     enough = (1 + MARGIN) * seconds if enough is None else enough
     best = plan
     for trial in _plainer(problem, plan):
@@ -104,7 +105,11 @@ def plainest(
         complete = _completing(named, passes, bound, observer)
         with suppress(InfeasibleError, InputError):
             plainer_plan = complete(begun, enough)
-            if step_of(named, plainer_plan) <= enough and plainness(plainer_plan) < plainness(best):
+            if (
+                plainness(plainer_plan) < plainness(best)
+                and step_of(named, plainer_plan) <= enough
+                and _judged_step(named, plainer_plan) <= (1 + MARGIN) * judged
+            ):
                 best = plainer_plan
     if best is plan:
         return plan
@@ -134,6 +139,11 @@ def plainest(
 def step_of(problem: Problem, plan: Plan) -> float:
     """Seconds of a plan's step, with the data ranks' exchange that no compute hides."""
     return exchange.step_of(local(problem, plan), plan)
+
+
+def _judged_step(problem: Problem, plan: Plan) -> float:
+    """Seconds of a plan's lowered step where data ranks exchange."""
+    return exchange.judged_step(local(problem, plan), plan)
 
 
 def check_host(problem: Problem, plan: Plan) -> None:

@@ -30,17 +30,30 @@ def step_of(problem: Problem, plan: Plan) -> float:
     level 0 where the level is still open. `problem` is that of a rank.
 
     At level 3 of a pipeline gathers and scatters go one after another beside passes that also wait
-    for other stages, which stage costs cannot express: there the lowered step is simulated, unless
-    the pipeline is so DEEP that this takes too long.
+    for other stages, which stage costs cannot express: there it is `judged_step`.
     """
-    if problem.gathers and problem.judge and 1 < plan.mesh.pipeline <= DEEP:
-        judge = problem.judge
-        return problem.once(("judged", *decisions(plan)), lambda: judge(problem, plan))
+    if problem.gathers and _is_judged(problem, plan):
+        return judged_step(problem, plan)
     seconds = estimate(problem, plan).step_time
     if problem.mesh.replicas == 1 or problem.options.asynchronous:
         return seconds
     whole = problem.at_zero(plan.zero or 0)
     return seconds + max(exchange.late for exchange in exchanges(whole, plan))
+
+
+def judged_step(problem: Problem, plan: Plan) -> float:
+    """Seconds of the lowered step where data ranks exchange beside a pipeline, unless it is so DEEP
+    that lowering takes too long; else `step_of`. `problem` is that of a rank. Cached."""
+    judge = problem.judge
+    if judge is None or not _is_judged(problem, plan):
+        return step_of(problem, plan)
+    return problem.once(("judged", plan.zero, *decisions(plan)), lambda: judge(problem, plan))
+
+
+def _is_judged(problem: Problem, plan: Plan) -> bool:
+    """Whether the lowered step of a plan is simulated to compare it."""
+    exchanged = problem.mesh.replicas > 1 and not problem.options.asynchronous
+    return exchanged and problem.judge is not None and 1 < plan.mesh.pipeline <= DEEP
 
 
 def tensors(problem: Problem, plan: Plan) -> list[list[Parameter]]:

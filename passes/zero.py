@@ -34,7 +34,7 @@ from parcompiler.cost import collective
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.passes.base import GAIN, MARGIN, Bounding
 from parcompiler.passes.estimate import estimate, update_seconds
-from parcompiler.passes.exchange import DEEP, exchanges, step_of, tensors
+from parcompiler.passes.exchange import DEEP, exchanges, judged_step, step_of, tensors
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
@@ -157,10 +157,10 @@ def _judged(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """The first plan if its lowered step is at most MARGIN longer than that of any other, else the
     one with the shortest: where much exchange is exposed, estimates are up to 20 % off. The first
     is taken where only it is there, or that takes too long."""
-    judge, first = problem.judge, plans[0]
-    if len(plans) == 1 or judge is None or not 1 < first.mesh.pipeline <= DEEP:
+    first = plans[0]
+    if len(plans) == 1 or not 1 < first.mesh.pipeline <= DEEP:
         return first
-    steps = [judge(local(problem, plan), plan) for plan in plans]
+    steps = [judged_step(local(problem, plan), plan) for plan in plans]
     enough = min(steps) / (1 - MARGIN)
     return first if steps[0] <= enough else plans[steps.index(min(steps))]
 
