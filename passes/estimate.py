@@ -16,7 +16,14 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.graph import Block, Parameter, nbytes_of
 from parcompiler.instruction import HEAD
-from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, Summed, in_flight
+from parcompiler.passes.footprint import (
+    IN_FLIGHT,
+    NOTHING,
+    Exchanged,
+    Footprint,
+    Summed,
+    in_flight,
+)
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
@@ -26,7 +33,7 @@ from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
 from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, step_time, timing
-from parcompiler.timeline.candidate import timing_of_many
+from parcompiler.timeline.candidate import StepEdges, edges_of_many, timing_of_many
 from parcompiler.timeline.costs import optimizer_seconds
 from parcompiler.timeline.order import detached
 
@@ -44,6 +51,12 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
         return replace(result, step_time=result.step_time + _update(plan, stages, everywhere))
 
     return problem.once(("estimate", *decisions(plan)), find)
+
+
+def step_edges(problem: Problem, plan: Plan) -> list[StepEdges]:
+    """What each rank does at the edges of `estimate`'s step."""
+    what = costs(problem, plan), messages(problem, plan), vocabulary_cost(problem, plan)
+    return edges_of_many(orders_of(plan, planned), plan.microbatches, *what)
 
 
 def update_seconds(problem: Problem, plan: Plan) -> float:
@@ -155,13 +168,12 @@ def _costs(
         alone = {name for name in names if users[rank, name] == 1}
         beside = {b for home, b in homes if home == rank}.difference(own)
         exchange = each[j]
-        if lowered and problem.gathers:
-            here = [k for k, home in enumerate(placement) if home == rank]
-            done = [bucket for k in reversed(here) if k > j for bucket in each[k].buckets]
-            every = [each[k] for k in here]
-            later = in_flight(every, done) - in_flight(every)
-            exchange = exchange._replace(gathered=(), later=later)
-        key = rank, orders[j], tuple(x.name for x in new), frozenset(alone), frozenset(beside)
+        if problem.gathers:
+            exchange = _beside(each, j, [k for k, home in enumerate(placement) if home == rank])
+        here = tuple(x.name for x in new), frozenset(alone), frozenset(beside)
+        key = rank, orders[j], *here, exchange.beside, exchange.before, exchange.resident
+        if lowered:  # gathered parameters are tensors of their own
+            exchange = exchange._replace(gathered=())
         what = problem, plan, j, timed.on(rank), orders[j], new, alone, beside, exchange
         cost = once(key, partial(_cost, *what))
         found.append(replace(cost, gathered=sum(each[j].gathered) if lowered else 0))
@@ -175,6 +187,17 @@ def _costs(
             update=sum(left) + max(last),
         )
     return tuple(found)
+
+
+def _beside(each: Sequence[Exchanged], j: int, here: Sequence[int]) -> Exchanged:
+    """What data ranks exchange for stage `j` of a rank that has the stages `here`, where parameters
+    are gathered: units of its other stages are prefetched, and their buckets are under way."""
+    done = [bucket for k in reversed(here) if k > j for bucket in each[k].buckets]
+    return each[j]._replace(
+        beside=max((each[k].at_ends for k in here if k != j), default=0),
+        before=tuple(done[-IN_FLIGHT:]),
+        resident=in_flight([each[k] for k in here]),
+    )
 
 
 def host_bytes(problem: Problem, plan: Plan) -> list[int]:

@@ -15,12 +15,13 @@ from typing import NamedTuple
 from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.graph import Parameter
-from parcompiler.instruction import COMPUTE, FINAL, Kind
-from parcompiler.passes.estimate import costs, decisions, estimate, held
+from parcompiler.instruction import Kind
+from parcompiler.passes.estimate import costs, decisions, estimate, held, step_edges
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem, filled
-from parcompiler.schedules.planned import outline, shorter
+from parcompiler.schedules.planned import outline
 from parcompiler.timeline import StageCost
+from parcompiler.timeline.candidate import StepEdges
 
 DEEP = 16  # most ranks of a pipeline whose lowered step is simulated to choose a plan
 
@@ -81,10 +82,16 @@ def exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     """The exchange of each rank at the level of a problem, as the simulator times it. Sums begin as
     gradients become final in the last backward, from level 2 on in each. The first forward begins
     so late that parameters gathered beside it come before they are read, if all buckets have equal
-    parts in it."""
+    parts in it. Cached."""
+    return problem.once(("exchanges", *decisions(plan)), lambda: _exchanges(problem, plan))
+
+
+def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
+    """Uncached body of `exchanges`."""
     m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
     units = _unit_seconds(problem, plan)
     stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # equally long below 3
+    edges = step_edges(problem, plan)
     made, found = _gradient_bytes(problem, plan), []
     for rank, own in enumerate(tensors(problem, plan)):
         bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
@@ -102,18 +109,11 @@ def exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
                     gathers += each("all-gather", nbytes=sum(item.nbytes for item in bucket))
         count = max(1, count)
         mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
-        first = placement.index(rank)  # it waits for the stages before it anyway
-        part = made[first] / max(
-            1, sum(x for x, r in zip(made, placement, strict=True) if r == rank)
-        )
-        waits = max(gathers / count, gathers * part - mine[0].forward * (1 - 1 / count))
-        waits = max(0.0, waits - sum(cost.forward for cost in stages[:first]))
         seconds = sums + gathers
-        late = max(sums / count, _late_sums(problem, plan, rank, sums, made, stages)) + waits
         if level >= 2:
-            compute = sum(cost.forward + cost.backward for cost in mine)
             seconds += (m - 1) * sums
-            late += (m - 1) * max(0.0, sums - compute)
+        late = _late_sums(problem, plan, edges[rank], sums, count, made, mine)
+        late += _late_gathers(edges[rank], gathers, count, made, stages)
         if units[rank]:  # gathered for both passes; the first and the last beside no other block
             seconds += m * sum(2 * gather + scatter for gather, scatter in units[rank])
             late = max(late, sum(units[rank][0]))
@@ -135,34 +135,52 @@ def _gradient_bytes(problem: Problem, plan: Plan) -> list[int]:
 def _late_sums(
     problem: Problem,
     plan: Plan,
-    rank: int,
+    edges: StepEdges,
     sums: float,
+    count: int,
     made: Sequence[int],
     stages: Sequence[StageCost],
 ) -> float:
-    """Seconds by which the sums of a rank's gradients end after its last compute, or after what
-    other ranks compute then. The sums of a stage begin in its last backward, after its last block,
-    or after the whole backward where it comes in two parts."""
-    if plan.stages is None:
+    """Seconds by which a rank's sums, `count` that take `sums` seconds, end after the last compute
+    of any rank. They run one after another: those of a stage begin in its last backward, from level
+    2 on in each, after its last block, or after the whole backward where it comes in two parts."""
+    finals = edges.finals
+    if not finals or plan.stages is None:
         return sums
-    priced = problem.at_zero("auto").under(plan).on(rank)
+    last = {action.stage: action for action, _ in finals}
+    priced = problem.at_zero("auto").under(plan).on(plan.stages[finals[0][0].stage].rank)
     backward = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
-    own = {j: made[j] for j, choice in enumerate(plan.stages) if choice.rank == rank}
-    order, left, later = shorter(plan).orders[rank], 0.0, 0.0
-    if order[-1].kind is Kind.BACKWARD:  # which the stages before it are waiting for
-        later = sum(cost.backward - cost.weight for cost in stages[: order[-1].stage])
-    ends: list[tuple[float, int]] = []  # of the last backward of each stage, with the bytes made
-    for kind, j, _ in reversed(order):
-        if kind in FINAL and j in own:
-            inside = plan.stages[j].blocks[:-1] if kind is Kind.BACKWARD else ()
-            ends.append((-left - sum(backward[name] for name in inside), own.pop(j)))
-        if not own:
-            break
-        left += stages[j].seconds(kind) if kind in COMPUTE else 0.0
-    total, end = sum(size for _, size in ends) or 1, -math.inf
-    for begin, size in reversed(ends):
-        end = max(end, begin) + sums * size / total
-    return end - later
+    total, end = sum(made[j] for j in last) or 1, -math.inf
+    for action, before in finals:
+        if problem.zero >= 2 or action is last[action.stage]:
+            whole = action.kind is Kind.BACKWARD
+            inside = plan.stages[action.stage].blocks[:-1] if whole else ()
+            begin = -before - sum(backward[name] for name in inside)
+            end = max(end, begin) + sums * made[action.stage] / total
+    if problem.zero >= 2:  # not all micro-batches may have been run
+        compute = sum(cost.forward + cost.backward for cost in stages)
+        end += (plan.microbatches - len(finals) // len(last)) * max(0.0, sums - compute)
+    return max(0.0, end, sums / count - finals[-1][1])
+
+
+def _late_gathers(
+    edges: StepEdges,
+    gathers: float,
+    count: int,
+    made: Sequence[int],
+    stages: Sequence[StageCost],
+) -> float:
+    """Seconds by which a rank waits for parameters, `count` gathers that take `gathers` seconds.
+    They run one after another in the order of the stages, each beside the forward of the blocks
+    before its own."""
+    total, arrived, late = sum(made[j] for j in edges.begins) or 1, 0.0, 0.0
+    for j in sorted(edges.begins):
+        part = made[j] / total
+        arrived += gathers * part
+        beside = stages[j].forward * (1 - 1 / max(1.0, count * part))
+        first = arrived - gathers * part + gathers / count
+        late = max(late, max(arrived - beside, first) - edges.begins[j])
+    return late
 
 
 def _unit_seconds(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:

@@ -57,10 +57,11 @@ class Exchanged(NamedTuple):
 
     `level` is that of ZeRO. Of each block, `made` are its gradients, `gathered` its parameters, and
     `units` its unit (one for all below ZeRO 3). Where a rank `repeats` passes of one kind, the unit
-    to prefetch may be that at the other end of the stage. Gradients go in `buckets`, in the order
-    of the backward; `gone[n]` are the bytes made in the first n of them. `copied` is the
-    staging copy of the last bucket, `later` what is under way beyond `in_flight` when the stage
-    begins its backward.
+    to prefetch may be that at the other end of the stage, or at an end of another stage, of
+    `beside` bytes at most. Gradients go in `buckets`, in the order of the backward; `gone[n]` are
+    the bytes made in the first n of them. `copied` is the staging copy of the last bucket. The
+    buckets in `before` have been sent when the stage begins its backward; `resident` are the bytes
+    under way that are counted with the rank (None: of the last bucket of this stage).
     """
 
     level: int = 0
@@ -68,10 +69,12 @@ class Exchanged(NamedTuple):
     gathered: Sequence[int] = ()
     units: Sequence[int] = ()
     repeats: bool = False
+    beside: int = 0
     buckets: Sequence[Summed] = ()
     gone: Sequence[int] = (0,)
     copied: int = 0
-    later: int = 0
+    before: Sequence[Summed] = ()
+    resident: int | None = None
 
     def forward(self, k: int) -> int:
         """Gathered parameters while block `k` runs: of its unit, and of the next, prefetched."""
@@ -81,19 +84,33 @@ class Exchanged(NamedTuple):
         """Gathered parameters of the unit of block `k`, and of the unit `step` after it."""
         if not self.gathered:
             return 0
-        near = self.units[k] + step
-        whole = self.units[k], near % (self.units[-1] + 1) if self.repeats else near
+        unit, count = self.units[k], self.units[-1] + 1
+        near = unit + step
+        if 0 <= near < count:
+            return self._unit(unit) + self._unit(near)
+        end = self._unit(near % count) if self.repeats and count > 1 else 0
+        return self._unit(unit) + max(end, self.beside)
+
+    def _unit(self, unit: int) -> int:
+        """Bytes of the gathered parameters of a unit."""
         pairs = zip(self.gathered, self.units, strict=True)
-        return sum(size for size, unit in pairs if unit in whole)
+        return sum(size for size, home in pairs if home == unit)
+
+    @property
+    def at_ends(self) -> int:
+        """Bytes of the larger of the first and the last unit; 0 where nothing is gathered."""
+        return max(map(self._unit, (0, self.units[-1]))) if self.gathered else 0
 
     def backward(self, k: int) -> int:
         """Gathered parameters while the backward of block `k` runs and, from level 2 on, gradients
-        that wait for their bucket or are being scattered, beyond those `in_flight`."""
-        late = self.later
+        that wait for their bucket or are being scattered, beyond those that are `resident`."""
+        late = 0
         if self.level >= 2:
             count = bisect_left(self.buckets, -k, key=lambda bucket: -bucket.block)
             late += sum(self.made[k + 1 :]) - self.gone[count]
-            late += self.latest(self.buckets[:count]) - self.latest()
+            if sent := [*self.before, *self.buckets[:count]]:
+                late += self.latest(sent)
+                late -= self.latest() if self.resident is None else self.resident
         return self._whole(k, -1) + late
 
     def own(self, k: int) -> int:

@@ -40,12 +40,6 @@ def outline(plan: Plan) -> Schedule:
     return trunk(plan)
 
 
-def shorter(plan: Plan) -> Schedule:
-    """The schedule for fewer micro-batches where each rank has a loop: it begins and ends like that
-    of the plan, and holds as much. Else the schedule of the plan."""
-    return _shorter(*identity(plan))
-
-
 def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """By rank, the vectors of micro-batches whose activations its stages keep (`Schedule.held`)."""
     return _held(*identity(plan))
@@ -97,7 +91,8 @@ def _planned(
 
 @lru_cache(maxsize=256)
 def _shorter(*known: *Identity) -> Schedule:
-    """Uncached body of `shorter`."""
+    """The schedule for fewer micro-batches where each rank has a loop: it begins and ends like that
+    of the plan, and holds as much. Else the schedule of the plan."""
     name, orders, ranks, microbatches, virtual_stages, method = known
     rounds = rounds_to_spare(ranks, microbatches) if orders is None else 0
     if rounds:

@@ -12,16 +12,17 @@ with its seconds and bytes. They depend only on the order, so they are made once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import starmap
+from typing import NamedTuple
 
 import numpy as np
 
 from parcompiler.errors import InputError, PlanError
-from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Kind
-from parcompiler.schedules.action import Orders
+from parcompiler.instruction import COMPUTE, EMBEDDING, FINAL, HEAD, Kind
+from parcompiler.schedules.action import Action, Orders
 from parcompiler.schedules.rounds import rounds_to_spare
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.timeline.collectives import KIND_OF, Collective, SharedLayers
@@ -58,6 +59,15 @@ def timing(
     return Timing(moments.last, timed.peaks(moments))
 
 
+class StepEdges(NamedTuple):
+    """Passes of a rank: for each stage the second at which its first forward begins, and the passes
+    that make gradients of parameters, each with its seconds from its end to that of the step. Where
+    an order repeats itself, these are of the last micro-batches."""
+
+    begins: Mapping[int, float]
+    finals: Sequence[tuple[Action, float]]
+
+
 Schedules = Callable[[int], Schedule]  # number of micro-batches -> schedule
 
 
@@ -70,14 +80,9 @@ def timing_of_many(
 ) -> Timing:
     """`timing` of `at(microbatches)`, faster where the order repeats itself. The peaks are those of
     the parts that were run."""
-    few = _fewer_microbatches(at, microbatches)
-    if few is not None:
-        timed = timed_order(at(few), costs, messages, vocabulary)
-        result = timed.run_many(microbatches)
-        if result is not None:
-            most = zip(*starmap(timed.peaks, result[1]), strict=True)
-            return Timing(result[0], tuple(map(max, most)))
-    return timing(at(microbatches), costs, messages, vocabulary)
+    step, timed, parts = _run_of_many(at, microbatches, costs, messages, vocabulary)
+    most = zip(*starmap(timed.peaks, parts), strict=True)
+    return Timing(step, tuple(map(max, most)))
 
 
 def step_time(
@@ -88,12 +93,44 @@ def step_time(
     vocabulary: VocabularyCost | None = None,
 ) -> float:
     """The seconds of `timing_of_many` alone, which is faster."""
+    return _run_of_many(at, microbatches, costs, messages, vocabulary)[0]
+
+
+def edges_of_many(
+    at: Schedules,
+    microbatches: int,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None = None,
+) -> list[StepEdges]:
+    """The passes of each rank at the edges of the step of `timing_of_many`."""
+    _, timed, parts = _run_of_many(at, microbatches, costs, messages, vocabulary)
+    begins, ends, last = parts[0].moments.begins, parts[-1].moments.ends, parts[-1].moments.last
+    found = []
+    for actions, codes in zip(timed.walk.actions, timed.walk.codes, strict=True):
+        pairs = [*zip(actions, codes, strict=True)]
+        forwards = [(one.stage, begins[code]) for one, code in pairs if one.kind is Kind.FORWARD]
+        finals = [(one, last - ends[code]) for one, code in pairs if one.kind in FINAL]
+        found.append(StepEdges(dict(reversed(forwards)), finals))
+    return found
+
+
+def _run_of_many(
+    at: Schedules,
+    microbatches: int,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None,
+) -> tuple[float, TimedOrder, list[StepPart]]:
+    """Seconds of the step of many micro-batches, the order that was run, and its parts."""
     few = _fewer_microbatches(at, microbatches)
     if few is not None:
-        result = timed_order(at(few), costs, messages, vocabulary).run_many(microbatches)
-        if result is not None:
-            return result[0]
-    return timed_order(at(microbatches), costs, messages, vocabulary).run().last
+        timed = timed_order(at(few), costs, messages, vocabulary)
+        if (result := timed.run_many(microbatches)) is not None:
+            return result[0], timed, result[1]
+    timed = timed_order(at(microbatches), costs, messages, vocabulary)
+    moments = timed.run()
+    return moments.last, timed, [StepPart(moments, 0.0, INFINITY)]
 
 
 def _fewer_microbatches(at: Schedules, microbatches: int) -> int | None:

@@ -4,7 +4,7 @@ import pytest
 
 from parcompiler.plan import Plan, Shape, VocabularyChoice
 from parcompiler.schedules import SCHEDULES, build
-from parcompiler.schedules.planned import held, left, outline, planned, shorter
+from parcompiler.schedules.planned import held, left, outline, planned
 from parcompiler.schedules.staleness import waiting
 
 
@@ -24,14 +24,5 @@ def test_a_plan_says_what_its_schedule_holds_and_where_stages_are(name: str, met
         whole = planned(plan)
         assert held(plan) == tuple(map(whole.held, range(ranks)))
         assert left(plan) == max(waiting(whole.orders[r], j) for j, r in enumerate(whole.placement))
-        few = shorter(plan)
-        later = whole.microbatches - few.microbatches
-        assert later or name == "gpipe"
-        for own, order in zip(few.orders, whole.orders, strict=True):
-            half = len(own) // 2
-            assert own[:half] == order[:half]
-            assert [(x.kind, x.stage, x.microbatch + later) for x in own[half:]] == [
-                *order[half - len(own) :]
-            ]
         assert outline(plan) == build(name, ranks, 1, stages)
         assert outline(plan).placement == whole.placement
