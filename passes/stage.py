@@ -171,7 +171,14 @@ class StagePass(Pass):
                 lean.add_note("of the divisions that were tried, that needs least")
                 raise lean from refusal  # the solver counts more bytes than the timeline
             raise refusal
+        finer = [one for k, one in shortest.by_level.items() if k > shortest.level]
         shortest.improve()
+        for one in finer:  # moves of smaller blocks lead further
+            one.improve()
+            if one.seconds < (1 - self.gain) * shortest.seconds:
+                one.missed = min(one.missed, shortest.missed)
+                shortest = one
+        assert shortest.plan is not None, "it was taken"
         return Divided(shortest.plan, shortest.missed)
 
     def _solved(
@@ -270,6 +277,7 @@ class _Shortest:
     considered: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
     leanest: InfeasibleError | None = None  # the refusal that needs the least memory
     missed: float = math.inf  # see `Divided`
+    by_level: dict[int, _Shortest] = field(default_factory=dict)  # the last taken at each
 
     def take(self, plan: Plan, level: int, stage_of: tuple[int, ...]) -> bool:
         """Keep a feasible plan if its step is the shortest so far; returns whether it is."""
@@ -281,6 +289,7 @@ class _Shortest:
         if self.plan is not None and seconds >= self._enough(level):
             return False  # the first is taken: a level of ZeRO that is open may exchange less
         self.plan, self.seconds, self.level, self.stage_of = plan, seconds, level, stage_of
+        self.by_level[level] = dataclasses.replace(self, by_level={})
         return True
 
     def consider(self, level: int, stage_of: tuple[int, ...]) -> bool:
