@@ -155,7 +155,7 @@ def _best_level(
 
 def _judged(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """The first plan if its lowered step is at most MARGIN longer than that of any other, else the
-    one with the shortest: where much exchange is exposed, estimates are up to 20 % off. The first
+    one with the shortest: where much exchange is exposed, estimates are up to 9 % off. The first
     is taken where only it is there, or that takes too long."""
     first = plans[0]
     if len(plans) == 1 or not 1 < first.mesh.pipeline <= DEEP:
