@@ -32,7 +32,7 @@ from parcompiler.schedules.planned import held as kept_by
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
-from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, step_time, timing
+from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, step_time
 from parcompiler.timeline.candidate import StepEdges, edges_of_many, timing_of_many
 from parcompiler.timeline.costs import optimizer_seconds
 from parcompiler.timeline.order import detached
@@ -44,10 +44,7 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
     def find() -> Timing:
         everywhere, stages = vocabulary_cost(problem, plan), costs(problem, plan)
         what = stages, messages(problem, plan), everywhere
-        if plan.orders is not None:
-            result = timing(planned(plan), *what)
-        else:
-            result = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
+        result = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
         return replace(result, step_time=result.step_time + _update(plan, stages, everywhere))
 
     return problem.once(("estimate", *decisions(plan)), find)
@@ -90,7 +87,10 @@ def _seconds_to_update(problem: Problem, tensors: Iterable[Parameter]) -> float:
 
 
 def orders_of(plan: Plan, find: Callable[[Plan], Schedule]) -> Callable[[int], Schedule]:
-    """The schedule of the plan as a function of the number of micro-batches."""
+    """The schedule of the plan as a function of the number of micro-batches; orders that were given
+    have that of the plan."""
+    if plan.orders is not None:
+        return lambda _: find(plan)
     return lambda microbatches: find(replace(plan, microbatches=microbatches))
 
 
@@ -101,8 +101,6 @@ def alone(problem: Problem, plan: Plan) -> float:
     """
     what = costs(problem, plan), messages(problem, plan)
     update = _update(plan, what[0], vocabulary_cost(problem, plan))
-    if plan.orders is not None:
-        return timing(_headless(plan), *what).step_time + update
     return step_time(orders_of(plan, _headless), plan.microbatches, *what) + update
 
 

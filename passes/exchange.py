@@ -18,7 +18,7 @@ from parcompiler.graph import Parameter
 from parcompiler.instruction import Kind
 from parcompiler.passes.estimate import costs, decisions, estimate, held, step_edges
 from parcompiler.plan import Plan
-from parcompiler.problem import Problem, filled
+from parcompiler.problem import Judge, Problem, filled
 from parcompiler.schedules.planned import outline
 from parcompiler.timeline import StageCost
 from parcompiler.timeline.candidate import StepEdges
@@ -33,7 +33,7 @@ def step_of(problem: Problem, plan: Plan) -> float:
     At level 3 of a pipeline gathers and scatters go one after another beside passes that also wait
     for other stages, which stage costs cannot express: there it is `judged_step`.
     """
-    if problem.gathers and _is_judged(problem, plan):
+    if problem.gathers and _judge(problem, plan) is not None:
         return judged_step(problem, plan)
     seconds = estimate(problem, plan).step_time
     if problem.mesh.replicas == 1 or problem.options.asynchronous:
@@ -45,16 +45,16 @@ def step_of(problem: Problem, plan: Plan) -> float:
 def judged_step(problem: Problem, plan: Plan) -> float:
     """Seconds of the lowered step where data ranks exchange beside a pipeline, unless it is so DEEP
     that lowering takes too long; else `step_of`. `problem` is that of a rank. Cached."""
-    judge = problem.judge
-    if judge is None or not _is_judged(problem, plan):
+    judge = _judge(problem, plan)
+    if judge is None:
         return step_of(problem, plan)
     return problem.once(("judged", plan.zero, *decisions(plan)), lambda: judge(problem, plan))
 
 
-def _is_judged(problem: Problem, plan: Plan) -> bool:
-    """Whether the lowered step of a plan is simulated to compare it."""
+def _judge(problem: Problem, plan: Plan) -> Judge | None:
+    """The function that simulates the lowered step, where plans are compared by it."""
     exchanged = problem.mesh.replicas > 1 and not problem.options.asynchronous
-    return exchanged and problem.judge is not None and 1 < plan.mesh.pipeline <= DEEP
+    return problem.judge if exchanged and 1 < plan.mesh.pipeline <= DEEP else None
 
 
 def tensors(problem: Problem, plan: Plan) -> list[list[Parameter]]:

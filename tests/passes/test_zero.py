@@ -15,6 +15,7 @@ from parcompiler.passes import decide, estimate, exchange
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.shard.local import local
 from parcompiler.prices import collective_seconds
+from parcompiler.schedules import build
 from tests import zoo
 
 CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, tied=False)
@@ -217,6 +218,20 @@ def test_what_data_ranks_exchange_is_estimated_as_it_is_lowered(zero: int) -> No
         estimated = exchange.step_of(local(program.problem, program.plan), program.plan)
         step = program.simulate().step_time
         assert 0.95 * step <= estimated <= 1.01 * step, schedule
+
+
+def test_orders_that_are_given_are_compared_like_those_of_a_name() -> None:
+    with torch.device("meta"):
+        model = gpt.GPT(CONFIG)
+    tokens = torch.zeros(1, CONFIG.sequence, dtype=torch.long)
+    named = build("zb-h1", 2, 40)
+    steps, mesh = [], pc.Mesh(2, 1, 2, device="h100")
+    for schedule in ("zb-h1", dataclasses.replace(named, name="own")):
+        program = pc.compile(
+            model, mesh, (tokens, tokens), microbatches=40, schedule=schedule, vocabulary="whole"
+        )
+        steps.append(exchange.step_of(local(program.problem, program.plan), program.plan))
+    assert steps[0] == pytest.approx(steps[1], rel=1e-9)
 
 
 def test_a_recommender_fits_data_ranks_with_pieces_of_its_tables() -> None:
