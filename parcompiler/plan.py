@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from parcompiler import documents
 from parcompiler.data_updates import DataUpdates
 from parcompiler.errors import InputError
+from parcompiler.mesh import AXES, Mesh
 
 VERSION = 1
 
@@ -291,6 +292,11 @@ class Plan:
         if plan.version != VERSION:
             message = f"the plan has version {plan.version}; this release reads version {VERSION}"
             raise InputError(message)
+        try:
+            Mesh(**{axis: getattr(plan.mesh, axis) for axis in AXES})
+        except InputError as error:
+            message = f"plan.mesh: {error}"
+            raise InputError(message) from error
         device, wanted = plan.mesh.device, plan.mesh.pipeline
         if isinstance(device, tuple) and len(device) != wanted:
             count = len(device)

@@ -82,6 +82,9 @@ def test_a_whole_number_is_a_number() -> None:
         ),
         ({"mesh": {"device": None}}, r"plan\.mesh\.device must be "),
         ({"mesh": {"device": ["cpu", 3]}}, r"plan\.mesh\.device\[1\] must be a string"),
+        ({"mesh": {"data": -1, "tensor": -1}}, r"plan\.mesh: mesh axis 'tensor' must be "),
+        ({"mesh": {"context": 10**30}}, r"plan\.mesh: mesh axis 'context' may be at most 1,048"),
+        ({"mesh": {"data": 2, "expert": 4}}, r"plan\.mesh: expert ranks .* expert=4 must divide"),
         ({"version": 99}, r"version 99; this release reads version 1"),
     ],
 )

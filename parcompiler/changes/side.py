@@ -134,12 +134,11 @@ def _faults(plan: Plan) -> Iterator[str]:
     finds those that depend on the model.
 
     >>> from parcompiler.plan import Shape
-    >>> next(_faults(Plan("GPT", "0f", Shape(pipeline=0), 8)))
-    'plan.mesh.pipeline must be at least 1 (0 found)'
+    >>> next(_faults(Plan("GPT", "0f", Shape(pipeline=2), 0)))
+    'plan.microbatches must be at least 1 (0 found)'
     """
     mesh, last = plan.mesh, plan.mesh.pipeline - 1
-    least = {f"mesh.{axis}": (getattr(mesh, axis), 1) for axis in ("pipeline", "tensor", "data")}
-    least |= {"microbatches": (plan.microbatches, 1), "virtual_stages": (plan.virtual_stages, 1)}
+    least = {"microbatches": (plan.microbatches, 1), "virtual_stages": (plan.virtual_stages, 1)}
     for name, (count, low) in (least | {"granularity": (plan.granularity or 0, 0)}).items():
         if count < low:
             yield f"plan.{name} must be at least {low} ({count} found)"

@@ -356,7 +356,11 @@ def edited(**fields: Any) -> str:
     [
         (edited(microbatches="8"), 'plan.microbatches must be an integer ("8" found)'),
         (edited(microbatches=0), "plan.microbatches must be at least 1 (0 found)"),
-        (edited(mesh={"pipeline": -2}), "plan.mesh.pipeline must be at least 1 (-2 found)"),
+        (
+            edited(mesh={"pipeline": -2}),
+            "plan.mesh: mesh axis 'pipeline' must be a positive integer (-2 given)",
+        ),
+        (edited(mesh={"data": 10**30}), "plan.mesh: mesh axis 'data' may be at most 1,048,576"),
         (edited(shedule="1f1b"), "plan has an unknown field 'shedule' (known:"),
         (
             edited(stages=[{"blocks": ["a"], "rank": 2}]),
