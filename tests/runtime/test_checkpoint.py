@@ -127,8 +127,32 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         assert one.step_count == len(losses)
 
 
+OPTIMIZER = {"kind": "AdamW", "groups": [], "values": {}, "own": []}
+
+
+def rewritten(path: Path, document: object) -> None:
+    """Write a JSON file of a checkpoint anew, with its right sum."""
+    path.write_text(json.dumps(document))
+    sums = path.with_name("SHA256SUMS")
+    others = [x for x in sums.read_text().splitlines() if not x.endswith(path.name)]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    sums.write_text("\n".join([*others, f"{digest}  {path.name}", ""]))
+
+
 @pytest.mark.parametrize(
-    "changed", [{"step": "x"}, {"seeds": []}, {"calls": [1]}, {"mesh": 1}, {"extra": {"data": 1}}]
+    "changed",
+    [
+        {"step": "x"},
+        {"seeds": []},
+        {"calls": [1]},
+        {"mesh": 1},
+        {"extra": {"data": 1}},
+        {"optimizer": []},
+        {"optimizer": OPTIMIZER | {"groups": [{"names": ["a"]}]}},
+        {"optimizer": OPTIMIZER | {"groups": [{"names": [{}], "options": {}}]}},
+        {"optimizer": OPTIMIZER | {"values": {"first.weight": 1}}},
+        {"optimizer": OPTIMIZER | {"own": [[1]]}},
+    ],
 )
 def test_facts_of_another_kind_are_damage_though_their_sum_is_right(
     program: pc.Program, tmp_path: Path, changed: dict[str, Any]
@@ -136,13 +160,38 @@ def test_facts_of_another_kind_are_damage_though_their_sum_is_right(
     with worker(program) as one:
         path = one.save(tmp_path)
         facts = json.loads((path / "checkpoint.json").read_text())
-        (path / "checkpoint.json").write_text(json.dumps(facts | changed))
-        sums = (path / "SHA256SUMS").read_text().splitlines()
-        others = [line for line in sums if not line.endswith("checkpoint.json")]
-        digest = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
-        (path / "SHA256SUMS").write_text("\n".join([*others, f"{digest}  checkpoint.json", ""]))
+        rewritten(path / "checkpoint.json", facts | changed)
         with pytest.raises(pc.InputError, match=r"checkpoint.json is damaged"):
             one.load(path)
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (["rank_0.safetensors", "model/no such key", [0], [5]], "is not what tensors.json says"),
+        (["rank_0.safetensors", "model/first.weight", [0], [5]], "is not what tensors.json says"),
+        (["rank_0.safetensors", "model/head.bias", [0], [0]], "has not all of .*head.bias"),
+    ],
+)
+def test_an_index_of_other_files_is_refused_before_anything_is_loaded(
+    program: pc.Program, tmp_path: Path, piece: list[Any], message: str
+) -> None:
+    with worker(program) as one:
+        path = one.save(tmp_path)
+        trained(one, 1)
+        index = json.loads((path / "tensors.json").read_text())
+        assert index["model/head.bias"]["shape"] == [5]
+        rewritten(
+            path / "tensors.json",
+            index | {"model/head.bias": index["model/head.bias"] | {"pieces": [piece]}},
+        )
+        before = one.gather_state_dict()
+        with pytest.raises(pc.InputError, match=message):
+            one.load(path)
+        after = one.gather_state_dict()
+    assert before is not None
+    assert after is not None
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "checkpoint.json"])

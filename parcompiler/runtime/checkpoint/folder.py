@@ -80,17 +80,23 @@ class Checkpoint:
 
         Raises InputError when they do not cover it, or a file is not as the index says.
         """
+        for file, stored, common in self.pieces(name, box):
+            file.read(stored.key, common.within(stored.box), common.within(box).of(target))
+
+    def pieces(self, name: str, box: Box) -> list[tuple[File, Stored, Box]]:
+        """The stored pieces of a box of a tensor: the file of each, and what it has of the box.
+        Raises InputError as `read` does."""
         entry = self.entries[name]
-        count = 0
-        for stored in entry.pieces:
-            common = box.overlap(stored.box)
-            if common.count:
-                file = self._file(stored, entry)
-                file.read(stored.key, common.within(stored.box), common.within(box).of(target))
-                count += common.count
+        found = [
+            (self._file(stored, entry), stored, common)
+            for stored in entry.pieces
+            if (common := box.overlap(stored.box)).count
+        ]
+        count = sum(common.count for _, _, common in found)
         if count != box.count:
             message = f"{self.path} has not all of {name!r} ({count} of {box.count} elements)"
             raise InputError(message)
+        return found
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor."""
@@ -176,13 +182,34 @@ def _is_sound(facts: Mapping[str, Any]) -> bool:
         }:
             ranks = len(seeds) == pipeline * data * tensor
             sound = ranks and all(isinstance(seed, int) for seed in seeds)
+            sound = sound and _is_sound_optimizer(facts.get("optimizer"))
             return sound and all(isinstance(states, list) for states in extra.values())
+    return False
+
+
+def _is_sound_optimizer(states: object) -> bool:
+    """Whether the states of an optimizer, if there are any, have their entries with their types."""
+    match states:
+        case None:
+            return True
+        case {"kind": str(), "groups": list(groups), "values": dict(values), "own": list(own)}:
+            sound = all(isinstance(numbers, dict) for numbers in values.values())
+            sound = sound and all(isinstance(pair, list) and len(pair) == 2 for pair in own)
+            return sound and all(map(_is_sound_group, groups))
+    return False
+
+
+def _is_sound_group(group: object) -> bool:
+    """Whether a group of an optimizer has names and options."""
+    match group:
+        case {"names": list(names), "options": dict()}:
+            return all(isinstance(name, str) for name in names)
     return False
 
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of a name. Raises ValueError for anything else."""
-    found = getattr(torch, name)
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         message = f"{name!r} is no dtype"
         raise ValueError(message)

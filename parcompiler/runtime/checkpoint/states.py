@@ -239,7 +239,7 @@ class RankState:
         self, checkpoint: Checkpoint, members: Sequence[Sequence[str]], *, optimizer: bool
     ) -> Restored:
         """How to load a checkpoint into this rank; nothing is changed yet. `members` are those of
-        each group on all ranks."""
+        each group on all ranks. Raises InputError where its files lack what it lists."""
         restored, rounds = Restored(), self.updates.rounds
         for name in self.interpreter.tensors:
             key, shape = self._key(checkpoint, name), self._shape(name)
@@ -260,6 +260,8 @@ class RankState:
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
             self._restore_optimizer(checkpoint, saved, members, restored)
+        for key, part in restored.copies:
+            checkpoint.pieces(key, part.box)  # before anything is copied
         return restored
 
     def _restore_apart(
