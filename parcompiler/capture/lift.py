@@ -136,7 +136,7 @@ def _with_tensor(node: fx.Node, dtype: torch.dtype) -> None:
 
 _CASTS = {"float", "half", "bfloat16", "double"}
 _COMPLEX_CASTS = {"cfloat", "chalf", "cdouble"}
-_CONSTANTS = {"tensor", "as_tensor", "scalar_tensor"}
+_CONSTANTS = {"tensor", "as_tensor", "asarray"}
 _GROUPED = {"grouped_mm", "_grouped_mm"}
 _DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
@@ -144,10 +144,11 @@ _DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 class _Lifting(TorchFunctionMode):
     """Replaces floating dtypes in every call of a torch function."""
 
-    def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype, default: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.model_dtype = model_dtype
+        self.default = default
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with floating dtypes swapped; `x.float()` becomes a cast to `dtype`."""
@@ -157,7 +158,7 @@ class _Lifting(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _CASTS or name in _COMPLEX_CASTS:
             return args[0].to(self.dtype if name in _CASTS else self.dtype.to_complex())
-        if name in _CONSTANTS:
+        if name in _CONSTANTS and not isinstance(next(iter(args), None), torch.Tensor):
             return self._constant(func, args, kwargs or {})
         if name in _GROUPED and self.dtype == torch.float64:
             return _grouped(*args, **(kwargs or {}))
@@ -165,15 +166,9 @@ class _Lifting(TorchFunctionMode):
         return func(*pytree.tree_map(swap, args), **pytree.tree_map(swap, kwargs or {}))
 
     def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """A constant rounded to the model's own precision, as in a captured graph."""
-        narrow = self.model_dtype.itemsize == 2  # 16-bit constants only where it says so
-
-        def meant(leaf: Any) -> Any:  # tensors of a lifted 16-bit model have `dtype`
-            return self.model_dtype if leaf is self.dtype else leaf
-
-        swap = meant if narrow else _swap(self.model_dtype)
-        with default_dtype(torch.float32 if narrow else self.model_dtype):
-            made: torch.Tensor = func(*pytree.tree_map(swap, args), **pytree.tree_map(swap, kwargs))
+        """A constant rounded to the dtype that the model gives it, as in a captured graph."""
+        with default_dtype(self.default):
+            made: torch.Tensor = func(*args, **kwargs)
         return made.to(_in(self.dtype, made.dtype))
 
 
@@ -199,14 +194,16 @@ def lifting(dtype: torch.dtype, model_dtype: torch.dtype = torch.float32) -> Ite
     """In this context, eager code of a model in `model_dtype` computes in `dtype`, whatever it
     casts to.
 
-    Limits (`torch.finfo`) and constants stay those of `model_dtype`, as in a captured graph.
+    Limits (`torch.finfo`) stay those of `model_dtype`, and constants keep the rounding of the dtype
+    that the model gives them, or else of torch's default, as in a captured graph.
     """
     finfo = torch.finfo
 
     def limits(kind: torch.dtype | None = None) -> torch.finfo:
         return finfo(model_dtype if kind in (None, dtype) else kind)
 
-    with default_dtype(dtype), patched(torch, finfo=limits), _Lifting(dtype, model_dtype):
+    mode = _Lifting(dtype, model_dtype, torch.get_default_dtype())
+    with default_dtype(dtype), patched(torch, finfo=limits), mode:
         yield
 
 

@@ -68,6 +68,12 @@ def constants(x: torch.Tensor) -> torch.Tensor:
     return x * torch.tensor(0.1) + torch.tensor([0.3] * WIDTH, dtype=x.dtype)
 
 
+def constants_of_other_dtypes(x: torch.Tensor) -> torch.Tensor:
+    narrow, wide = torch.as_tensor(0.1, dtype=torch.bfloat16), torch.tensor(0.1, dtype=torch.double)
+    x = torch.as_tensor(x, dtype=torch.float32) * narrow
+    return x + torch.asarray([0.3] * WIDTH) * wide.to(x.dtype) + torch.scalar_tensor(0.7)
+
+
 def turned(x: torch.Tensor) -> torch.Tensor:
     angles = torch.polar(torch.ones(4), torch.arange(4) * 0.1).to(torch.complex64)
     return torch.view_as_real(torch.view_as_complex(x.float().view(-1, 4, 2)) * angles)
@@ -105,7 +111,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     "step",
     [
         inner_float, integer_division, two_numbers, mask_and_number, constants, turned, limits,
-        sparse, autocast, by_precision,
+        sparse, autocast, by_precision, constants_of_other_dtypes,
     ],
 )  # fmt: skip
 def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
@@ -128,6 +134,13 @@ def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
     (found,) = fx.Interpreter(fx.GraphModule({}, graph.fx_graph)).run(*values)
     assert found.dtype == graph.loss.meta["val"].dtype == torch.float64
     assert torch.equal(found, wanted)
+
+
+def test_constants_of_a_double_model_keep_their_rounding() -> None:
+    model, x = Wrapped(constants).double(), rows(WIDTH).double()
+    with lifting(torch.float64, torch.float64):
+        found = model(x)
+    assert torch.equal(found, model(x))
 
 
 @pytest.mark.parametrize("step", [integer_division, two_numbers_that_are_rounded, constants])
