@@ -124,7 +124,7 @@ def assignment(graph: Graph, plan: Plan) -> dict[fx.Node, Strategy]:
     """The strategy of every node of a graph on the tensor ranks of a plan with a sharding.
 
     Raises PlanError, naming the node, for a line that is none of its strategies, and for a value
-    that would need an impossible conversion.
+    that would need an impossible conversion; and for an entry that no block follows.
     """
     assert plan.sharding is not None, "the plan decides no sharding"
     return assigned_by(plan.sharding, graph, plan.mesh.tensor)
@@ -139,6 +139,7 @@ def assigned_by(
         message = f"the plan's sharding has level {sharding.level}: levels count from 1"
         raise PlanError(message)
     assigned: dict[fx.Node, Strategy] = {}
+    used: set[Shards] = set()
     folded = fold(graph, level=sharding.level)
     for node in folded.prologue:
         assigned[node] = strategies(node, n, differentiable=differentiable, rows=rows)[0]
@@ -155,6 +156,14 @@ def assigned_by(
                 ]
                 by_entry[entry] = tuple(_strategies(entry, block.nodes, known))
             assigned.update(zip(block.nodes, by_entry[entry], strict=True))
+        used |= by_entry.keys()
+    for entry in sharding.templates:
+        if entry not in used:
+            message = (
+                f"the plan's sharding has an entry of template {entry.template!r} that no block "
+                "follows: the model has no such blocks, or another entry is for them"
+            )
+            raise PlanError(message)
     check(graph, assigned, axis, [block for one in folded.templates for block in one.blocks])
     return assigned
 

@@ -486,6 +486,20 @@ def test_a_wrong_edit_is_refused(before: str, after: str, message: str) -> None:
         assignment(graph, edited(decided(problem(graph)), before, after))
 
 
+@pytest.mark.parametrize(
+    "changed", [{"template": "Leier"}, {"blocks": ("layer.0",)}, {"nodes": ()}]
+)
+def test_an_entry_that_no_block_follows_is_refused(changed: dict[str, Any]) -> None:
+    graph = captured("gpt")
+    found = decided(problem(graph))
+    (layer,) = [entry for entry in found.templates if entry.template == "Layer"]
+    more = dataclasses.replace(
+        found, templates=(*found.templates, dataclasses.replace(layer, **changed))
+    )
+    with pytest.raises(PlanError, match=r"has an entry of template 'L\w+' that no block follows"):
+        assignment(graph, plan(more))
+
+
 def test_a_plan_of_another_form_is_refused() -> None:
     text = plan(decided(problem(captured("gpt")))).to_json()
     with pytest.raises(InputError, match=r"plan.sharding.level"):
