@@ -25,6 +25,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import types
 import typing
 from os import PathLike
@@ -69,8 +70,22 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: str | PathLike[str], text: str) -> None:
-    """Write a text file, the same bytes on every system. Raises OSError."""
-    Path(path).write_text(text, encoding="utf-8", newline="\n")
+    """Write a text file, the same bytes on every system. It replaces an older one when it is
+    complete, so that an interruption leaves the old one or the new one. Raises OSError."""
+    place = Path(os.path.realpath(path))  # a link stays a link
+    own = place.is_file() and os.access(place, os.W_OK)  # and no device, such as /dev/stdout
+    if not ((own or not place.exists()) and os.access(place.parent, os.W_OK)):
+        place.write_text(text, encoding="utf-8", newline="\n")
+        return
+    beside = place.with_name(f".{place.name[:50]}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+        if own:
+            shutil.copymode(place, beside)
+        beside.replace(place)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def text_of(path: str | PathLike[str]) -> str:

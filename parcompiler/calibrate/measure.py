@@ -38,7 +38,7 @@ from parcompiler.calibrate.journal import Journal
 from parcompiler.calibrate.machine import GIGA, Machine, find_machine
 from parcompiler.calibrate.work import seconds_of
 from parcompiler.device import Device, device, names
-from parcompiler.documents import check_writable
+from parcompiler.documents import check_writable, write
 from parcompiler.errors import InputError
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -166,13 +166,10 @@ def _bar(total: int, wanted: bool) -> Iterator[Step]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file atomically, so that an interruption leaves the old one or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file. Raises InputError that names it."""
     try:
-        beside.write_text(text, encoding="utf-8", newline="\n")
-        beside.replace(path)
+        write(path, text)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         message = f"cannot write {path} ({error})"
         raise InputError(message) from error
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from parcompiler import documents
 from parcompiler.cli import options, output, words
 from parcompiler.cli.output import DONE, FAULT, Settings
 from parcompiler.cli.request import compiled as compiled_program
@@ -74,7 +75,7 @@ def plan_command(
         from parcompiler.changes import written
 
         with output.writing(file):
-            file.write_text(written(program.plan, report), encoding="utf-8", newline="\n")
+            documents.write(file, written(program.plan, report))
         output.note(f"plan: {file}", settings.quiet)
     output.result(form, lambda: _text(report, details or forms), lambda: _document(program, report))
     return DONE
