@@ -98,8 +98,9 @@ def _flows(problem: Problem, priced: Priced) -> Iterator[Flow]:
 
 def reserved(problem: Problem, plan: Plan) -> int:
     """Bytes reserved on every rank besides its blocks: a vocabulary on all ranks, a bucket of
-    gradients, and the batch."""
-    return problem.bucket_bytes + problem.held_batch_bytes + _spread(problem, plan)
+    gradients unless loads count it (`_exchanged`), and the batch."""
+    bucket = 0 if problem.scatters else problem.bucket_bytes
+    return bucket + problem.held_batch_bytes + _spread(problem, plan)
 
 
 def _spread(problem: Problem, plan: Plan) -> int:

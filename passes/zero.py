@@ -122,10 +122,9 @@ def _best_level(
 
     def is_open(share: DataShare) -> bool:
         """Whether the lean plan may not be the best of a level: it does not fit, or much of its
-        exchange is exposed. Of the levels below 3, whose stages differ little, only the first."""
-        if not share.fits or share.level == 3:
-            return not share.fits or share.exposed > GAIN * share.step
-        return share is first and problem.mesh.pipeline > 1 and share.exposed > GAIN * share.step
+        exchange is exposed."""
+        is_piped = share.level == 3 or problem.mesh.pipeline > 1
+        return not share.fits or (is_piped and share.exposed > GAIN * share.step)
 
     known = needed()
     open_to = list(filter(is_open, shares))

@@ -13,6 +13,8 @@ from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.models import dlrm, gpt
 from parcompiler.passes import decide, estimate, exchange
 from parcompiler.passes.base import MARGIN
+from parcompiler.passes.forced import division_task
+from parcompiler.passes.loads import reserved
 from parcompiler.passes.shard.local import local
 from parcompiler.prices import collective_seconds
 from parcompiler.schedules import build
@@ -395,3 +397,24 @@ def test_stages_are_divided_again_for_the_level_that_is_taken() -> None:
     found = pc.compile(model, mesh, (tokens, tokens), **given)
     named = pc.compile(found, mesh, zero=2, **given)
     assert found.simulate().step_time <= (1 + MARGIN) * named.simulate().step_time
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_solver_counts_what_data_ranks_exchange_once(level: int) -> None:
+    config = dataclasses.replace(CONFIG, hidden=512, vocabulary=4096, sequence=512)
+    tokens = torch.zeros(1, config.sequence, dtype=torch.long)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    program = pc.compile(
+        model, pc.Mesh(2, data=4, device="h100"), (tokens, tokens), microbatches=8, zero=level,
+        schedule="1f1b", vocabulary="whole", stages="even", recompute="none", progress=False,
+    )  # fmt: skip
+    own, plan = local(program.problem, program.plan), program.plan
+    assert plan.stages is not None
+    assert plan.granularity is not None
+    home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
+    stage_of = [home[block.name] for block in own.under(plan).cut.blocks]
+    task = division_task(own, plan, plan.granularity, is_free=False)
+    counted = [size + reserved(own, plan) for size in task.evaluate(stage_of).memory]
+    peaks = estimate.estimate(own, plan).peak_memory
+    assert all(0.97 <= size / peak <= 1.05 for size, peak in zip(counted, peaks, strict=True))
