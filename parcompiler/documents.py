@@ -32,27 +32,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from parcompiler.errors import InputError, shown
+from parcompiler.errors import InputError, path_of
 
 LARGEST = 2**28  # most bytes of a file; the report of a thousand ranks has a hundredth of that
 DEEPEST = 64  # most levels of objects and lists
 DIGITS = 40  # most digits of an integer: FLOPs of a year on all ranks have 30
 
 T = TypeVar("T")
-
-
-def path_of(path: str | PathLike[str]) -> Path:
-    """A path that the system can look up. Raises InputError if it cannot."""
-    if isinstance(path, str) and not path:  # pathlib takes it for the current folder
-        message = "'' is no path (it is empty): write . for the current folder"
-        raise InputError(message)
-    try:
-        checked = Path(path)
-        checked.exists()
-    except (TypeError, ValueError, OSError) as error:
-        message = f"{shown(path)} is no path ({getattr(error, 'strerror', None) or error})"
-        raise InputError(message) from error
-    return checked
 
 
 def check_writable(path: Path) -> None:
@@ -100,9 +86,6 @@ def text_of(path: str | PathLike[str]) -> str:
         raise InputError(message) from error
     except UnicodeDecodeError as error:
         message = f"{path} is no text ({error.reason} at byte {error.start})"
-        raise InputError(message) from error
-    except ValueError as error:  # no file can have this name
-        message = f"cannot read {path!r} ({error})"
         raise InputError(message) from error
     if len(data) > LARGEST:
         message = f"{path} is too large to be read (more than {LARGEST:,} bytes)"

@@ -5,6 +5,8 @@ True
 """
 
 from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 
 
 class ParcompilerError(Exception):
@@ -57,3 +59,20 @@ def offered(name: str, value: object, values: Sequence[object]) -> None:
         known = ", ".join(map(repr, values))
         message = f"{name} must be one of {known} ({shown(value)} given)"
         raise InputError(message)
+
+
+def path_of(path: str | PathLike[str]) -> Path:
+    """A path that the system can look up. Raises InputError if it cannot."""
+    if isinstance(path, str) and not path:  # pathlib takes it for the current folder
+        message = "'' is no path (it is empty): write . for the current folder"
+        raise InputError(message)
+    try:
+        checked = Path(path)
+        checked.exists()
+        if "\0" in str(checked):
+            reason = "it has a null byte"
+            raise ValueError(reason)
+    except (TypeError, ValueError, OSError) as error:
+        message = f"{shown(path)} is no path ({getattr(error, 'strerror', None) or error})"
+        raise InputError(message) from error
+    return checked

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from parcompiler import documents
 from parcompiler.data_updates import ALL_REDUCE
-from parcompiler.errors import InputError, shown
+from parcompiler.errors import InputError, path_of, shown
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instructions, parse
 from parcompiler.mesh import whole
@@ -114,7 +114,7 @@ class LoadedProgram:
 
 def load(path: str | Path) -> LoadedProgram:
     """An exported folder. Raises InputError when it is none, or its plan is damaged."""
-    folder = documents.path_of(path)
+    folder = path_of(path)
     plan = folder / "plan.json"
     if not plan.is_file():
         message = f"{folder} is no exported program: it has no plan.json"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parcompiler import documents
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, path_of
 from parcompiler.plan import Plan
 from parcompiler.report import Report
 from parcompiler.schedules import Schedule
@@ -78,7 +78,7 @@ def read(path: Path) -> Side:
 
     Raises InputError, naming the file, when there is none or its fields are not as expected.
     """
-    if not documents.path_of(path).is_dir():
+    if not path_of(path).is_dir():
         return _parsed(path, lambda text: _side(str(path), text))
     file, report = path / EXPORTED, path / "report.json"
     if not file.is_file():

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from parcompiler import documents
-from parcompiler.errors import InputError, shown
+from parcompiler.errors import InputError, path_of, shown
 
 MOST_LAYERS = 100_000  # of a model, or experts of a layer: ten times more than any model has
 COUNTS = re.compile(r"(.*_)?(layers|n_layer|experts)")  # names of fields that are counts
@@ -42,7 +42,7 @@ def build(
 
 def read(path: Path) -> dict[str, Any]:
     """The data of a configuration. Raises InputError as `build` does."""
-    path = path / "config.json" if documents.path_of(path).is_dir() else path
+    path = path / "config.json" if path_of(path).is_dir() else path
     if not path.exists():
         message = (
             f"there is no file {path}: hf: takes the path of a config.json, and nothing is "

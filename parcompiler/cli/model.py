@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from parcompiler.cli.words import HF
-from parcompiler.documents import path_of
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, path_of
 
 FORMS = "write package.module:factory, path/to/file.py:factory or hf:path/to/config.json"
 

@@ -11,7 +11,7 @@ import click
 
 from parcompiler.cli import words
 from parcompiler.cli.output import Settings
-from parcompiler.documents import path_of
+from parcompiler.errors import path_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]

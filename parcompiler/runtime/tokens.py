@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, path_of
 from parcompiler.runtime.program import RankProgram
 
 DTYPES = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
@@ -45,7 +45,7 @@ def write_tokens(
         below = below or max((int(part.max()) for part in parts()), default=0) + 1
         tokens = parts()
     below = below or torch.iinfo(torch.int32).max
-    path = Path(path)
+    path = path_of(path)
     kind = next(name for name, dtype in DTYPES.items() if below - 1 <= torch.iinfo(dtype).max)
     beside, count, largest = Path(f"{path}.json"), 0, 0
     beside.unlink(missing_ok=True)  # written last: without it this is no file of tokens
@@ -84,7 +84,7 @@ class TokenRows(Dataset[dict[str, torch.Tensor]]):
         labels: str = "next",
         part: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        facts, self._keys = described(Path(path)), columns(program)
+        facts, self._keys = described(path_of(path)), columns(program)
         spec = next(s for s in program.inputs.values() if s.key == self._keys[0])
         if spec.high is not None and facts["largest"] >= spec.high:
             message = (

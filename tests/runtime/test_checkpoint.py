@@ -127,6 +127,19 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         assert one.step_count == len(losses)
 
 
+@pytest.mark.parametrize("folder", [3, None, "", "a\0b"])
+def test_what_is_no_path_is_refused_and_the_worker_goes_on(
+    program: pc.Program, folder: Any
+) -> None:
+    with worker(program) as one:
+        for call in (
+            one.save, one.check_folder, one.load, one.load_pretrained, one.save_pretrained,
+        ):  # fmt: skip
+            with pytest.raises(pc.InputError, match="is no path"):
+                call(folder)
+        assert one.train_step(batch(MICROBATCHES)).isfinite()
+
+
 OPTIMIZER = {"kind": "AdamW", "groups": [], "values": {}, "own": []}
 
 
