@@ -32,7 +32,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from parcompiler.errors import InputError, path_of
+from parcompiler.errors import InputError, check_no_pipe, path_of
 
 LARGEST = 2**28  # most bytes of a file; the report of a thousand ranks has a hundredth of that
 DEEPEST = 64  # most levels of objects and lists
@@ -77,6 +77,7 @@ def write(path: str | PathLike[str], text: str) -> None:
 def text_of(path: str | PathLike[str]) -> str:
     """The text of a file. Raises InputError, naming it, when it cannot be read as text."""
     checked = path_of(path)
+    check_no_pipe(checked)
     try:
         with checked.open("rb") as file:
             data = file.read(LARGEST + 1)

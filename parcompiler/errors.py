@@ -4,6 +4,7 @@
 True
 """
 
+import os
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -69,10 +70,16 @@ def path_of(path: str | PathLike[str]) -> Path:
     try:
         checked = Path(path)
         checked.exists()
-        if "\0" in str(checked):
-            reason = "it has a null byte"
-            raise ValueError(reason)
+        os.path.realpath(checked)  # raises for a null byte and for half a character
     except (TypeError, ValueError, OSError) as error:
         message = f"{shown(path)} is no path ({getattr(error, 'strerror', None) or error})"
         raise InputError(message) from error
     return checked
+
+
+def check_no_pipe(path: Path) -> None:
+    """Refuse a named pipe in place of a file: it would be read when something writes into it, or
+    never. Raises InputError."""
+    if Path(os.path.realpath(path)).is_fifo():  # and no pipe without a name, such as /dev/stdin
+        message = f"{path} is a named pipe: put the file itself in its place"
+        raise InputError(message)

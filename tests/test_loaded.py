@@ -1,5 +1,6 @@
 """Exported folders read back: without the plan's device, and without traces in this process."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,15 @@ def garbage(path: Path) -> None:
     path.write_bytes(b"\xff\x00 no text")
 
 
+def null_in_a_name(path: Path) -> None:
+    path.write_text(path.read_text() + "0123  a\0b.py\n")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "text"),
     [
@@ -137,8 +147,12 @@ def garbage(path: Path) -> None:
             one_bit,
             r"stage_0.safetensors is not as it was exported: ",
         ),
-        ("SHA256SUMS", removed, r"cannot read .*SHA256SUMS \(No such file or directory\): copy or"),
+        ("SHA256SUMS", removed, r"cannot read .*SHA256SUMS \(No such file or directory\): remove"),
         ("SHA256SUMS", garbage, r"SHA256SUMS is damaged: remove the folder, and copy or export it"),
+        ("SHA256SUMS", null_in_a_name, r"SHA256SUMS is damaged: remove the folder"),
+        ("SHA256SUMS", pipe, r"SHA256SUMS is a named pipe"),
+        ("stage_0.py", pipe, r"stage_0.py is a named pipe"),
+        ("weights/stage_0.safetensors", pipe, r"stage_0.safetensors is a named pipe"),
         ("plan.json", garbage, r"plan.json is no text \("),
     ],
 )

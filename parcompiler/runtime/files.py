@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from parcompiler.errors import InputError, ParcompilerError
+from parcompiler.errors import InputError, ParcompilerError, check_no_pipe
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.tensor_files import read
 
@@ -40,13 +40,15 @@ class Fingerprint:
     edited: tuple[str, ...] = ()
 
 
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file in hexadecimal. Raises InputError when it cannot be read."""
+def checksum(path: Path, advice: str = "copy or export the folder again") -> str:
+    """The SHA-256 of a file in hexadecimal. Raises InputError, with `advice`, when it cannot be
+    read."""
+    check_no_pipe(path)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        message = f"cannot read {path} ({error.strerror}): copy or export the folder again"
+        message = f"cannot read {path} ({error.strerror}): {advice}"
         raise InputError(message) from error
 
 
@@ -57,21 +59,27 @@ def listing(folder: Path, known: Mapping[Path, str]) -> str:
     return "".join(f"{digest}  {name.as_posix()}\n" for digest, name in sums)
 
 
-def sums(folder: Path) -> dict[str, str]:
-    """The checksums of an exported folder's files by name. Raises InputError where they cannot be
-    read."""
+def sums(
+    folder: Path, advice: str = "remove the folder, and copy or export it again"
+) -> dict[str, str]:
+    """The checksums of a folder's files by name. Raises InputError, with `advice`, where they
+    cannot be read."""
     path = folder / SUMS
+    check_no_pipe(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
+        if "\0" in text:  # no file has it in its name
+            raise ValueError(text)
+        lines = text.splitlines()
         listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except OSError as error:
-        message = f"cannot read {path} ({error.strerror}): copy or export the folder again"
+        message = f"cannot read {path} ({error.strerror}): {advice}"
         raise InputError(message) from error
     except ValueError as error:
-        message = f"{path} is damaged: remove the folder, and copy or export it again"
+        message = f"{path} is damaged: {advice}"
         raise InputError(message) from error
     if any(PurePosixPath(name).is_absolute() or ".." in name.split("/") for name in listed):
-        message = f"{path} lists files outside of its folder: remove that, and export again"
+        message = f"{path} lists files outside of its folder: {advice}"
         raise InputError(message)
     return listed
 
@@ -80,6 +88,7 @@ def request_of(folder: Path) -> dict[str, Any]:
     """The request to the compiler that an export keeps; empty if there is none. Raises InputError
     where it is no JSON."""
     path = folder / REQUEST
+    check_no_pipe(path)
     try:
         found = json.loads(path.read_bytes()) if path.exists() else {}
     except (OSError, ValueError, RecursionError) as error:

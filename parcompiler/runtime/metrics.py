@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, check_no_pipe
 from parcompiler.instruction import COMPUTE
 from parcompiler.runtime.worker import Worker
 
@@ -158,6 +158,8 @@ def _memory(device: torch.device) -> int:
 def _report(folder: Path | None) -> dict[str, Any]:
     """The report of an export; empty where there is none."""
     try:
+        if folder:
+            check_no_pipe(folder / "report.json")
         found = json.loads((folder / "report.json").read_bytes()) if folder else {}
     except (OSError, ValueError):
         found = {}

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, check_no_pipe
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.boxes import Box
 
@@ -126,6 +126,7 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.count = 0
+        check_no_pipe(path)
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from parcompiler.errors import InputError, path_of
+from parcompiler.errors import InputError, check_no_pipe, path_of
 from parcompiler.runtime.program import RankProgram
 
 DTYPES = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
@@ -120,6 +120,7 @@ class TokenRows(Dataset[dict[str, torch.Tensor]]):
 def described(path: Path) -> Mapping[str, Any]:
     """The JSON beside a file of tokens. Raises InputError where it is not one."""
     try:
+        check_no_pipe(Path(f"{path}.json"))
         facts = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
         size = DTYPES[facts["dtype"]].itemsize * facts["tokens"]
         if path.stat().st_size == size and isinstance(facts["largest"], int):

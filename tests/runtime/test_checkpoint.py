@@ -5,7 +5,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -125,6 +125,34 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         with pytest.raises(pc.InputError, match=rf"{name} is damaged"):
             one.load(path)
         assert one.step_count == len(losses)
+
+
+def null_in_a_name(path: Path) -> None:
+    path.write_text(path.read_text() + "0123  a\0b\n")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "text"),
+    [
+        ("SHA256SUMS", null_in_a_name, "SHA256SUMS is damaged: restore it from a copy, or load an"),
+        ("rank_0.safetensors", pipe, "rank_0.safetensors is a named pipe"),
+        ("tensors.json", pipe, "tensors.json is a named pipe"),
+    ],
+)
+def test_what_is_no_list_of_sums_or_no_file_is_damage(
+    program: pc.Program, tmp_path: Path, name: str, damage: Callable[[Path], None], text: str
+) -> None:
+    with worker(program) as one:
+        path = one.save(tmp_path)
+        damage(path / name)
+        with pytest.raises(pc.InputError, match=text):
+            one.load(path)
+        assert one.step_count == 0
 
 
 @pytest.mark.parametrize("folder", [3, None, "", "a\0b"])

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, check_no_pipe
 from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.files import SUMS, checksum, sums
 from parcompiler.runtime.tensor_files import File
 
 FORMAT = 2  # of checkpoint.json and tensors.json
 FACTS, TENSORS = "checkpoint.json", "tensors.json"
+ADVICE = "restore it from a copy, or load an older checkpoint"
 _NAME = re.compile(r"step_\d+(-\d+)?")
 _PARTIAL = re.compile(r"\.step_\d+(-\d+)?\.(partial|removed)")
 
@@ -162,7 +163,7 @@ def read(path: Path) -> Checkpoint:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         message = f"{path / TENSORS} is damaged"
         raise InputError(message) from error
-    if not fit or not files <= sums(path).keys():
+    if not fit or not files <= sums(path, ADVICE).keys():
         message = f"{path / TENSORS} is damaged"
         raise InputError(message)
     return Checkpoint(path, facts, entries, {})
@@ -218,6 +219,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def json_of(path: Path) -> dict[str, Any]:
     """The contents of a JSON file."""
+    check_no_pipe(path)
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -235,12 +237,12 @@ def json_of(path: Path) -> dict[str, Any]:
 def damaged(path: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Faults of files whose checksums differ; checks each `parts`-th file from number `part`."""
     faults = []
-    for name, digest in sorted(sums(path).items())[part::parts]:
+    for name, digest in sorted(sums(path, ADVICE).items())[part::parts]:
         try:
-            if checksum(path / name) != digest:
+            if checksum(path / name, ADVICE) != digest:
                 faults.append(f"{path / name} is damaged: it is not as it was written")
         except InputError as error:
-            faults.append(str(error).partition(":")[0])
+            faults.append(str(error).removesuffix(f": {ADVICE}"))
     return faults
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, check_no_pipe
 from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint.folder import Checkpoint, json_of, sync
 from parcompiler.runtime.checkpoint.folder import write as write_bytes
@@ -254,6 +254,7 @@ def configuration(config: Any) -> Any:
     if isinstance(config, str | Path):
         path = Path(config)
         path = path / CONFIG if path.is_dir() else path
+        check_no_pipe(path)
         try:
             config = json.loads(path.read_bytes())
         except OSError as error:
