@@ -428,8 +428,8 @@ def check_plan(problem: Problem, plan: Plan) -> None:
                 "microbatches": "number of micro-batches",
             }.get(name, name)
             message = (
-                f"the plan was made for another {subject} (plan: {there}, here: {here}): compile "
-                "without plan= to make a new one"
+                f"the plan was made for another {subject} (plan: {shown(there, 200)}, here: "
+                f"{shown(here, 200)}): compile without plan= to make a new one"
             )
             if name == "fingerprint":
                 message += ", or with the model, inputs and exact= that it was made with"
@@ -466,10 +466,10 @@ def _check_schedule(options: Options, plan: Plan) -> None:
     schedule, wanted = trunk(plan), options.schedule
     if isinstance(wanted, Schedule):
         if schedule != wanted:
-            message = f"the plan has another schedule ({plan.schedule!r}) than {wanted.name!r}"
+            message = f"the plan has another schedule ({shown(plan.schedule)}) than {wanted.name!r}"
             raise PlanError(message)
     elif wanted not in ("auto", plan.schedule):
-        message = f"the plan has schedule {plan.schedule!r} (asked for: {wanted!r})"
+        message = f"the plan has schedule {shown(plan.schedule)} (asked for: {wanted!r})"
         raise PlanError(message)
     elif options.virtual_stages not in (1, plan.virtual_stages):
         message = (
@@ -484,11 +484,11 @@ def _check_vocabulary(options: Options, plan: Plan) -> None:
     choice = plan.vocabulary
     method = choice.method if choice else "whole"
     if method not in ("whole", *METHODS):
-        message = f"the plan has vocabulary {method!r} (known: whole, {', '.join(METHODS)})"
+        message = f"the plan has vocabulary {shown(method)} (known: whole, {', '.join(METHODS)})"
         raise PlanError(message)
     possible = method != "whole" or (choice is not None and not choice.kept)
     if options.vocabulary not in ("auto", method) and possible:
-        message = f"the plan has vocabulary {method!r} (asked for: {options.vocabulary!r})"
+        message = f"the plan has vocabulary {shown(method)} (asked for: {options.vocabulary!r})"
         raise PlanError(message)
 
 
@@ -502,20 +502,23 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
     priced = problem.priced(granularity_of(plan))
     sent = tuple(node.name for node in priced.sent)
     if (plan.sent or ()) != sent:
-        message = f"the plan has sent {plan.sent}; on this device it is {sent}, and not a choice"
+        message = (
+            f"the plan has sent {shown(plan.sent, 200)}; on this device it is {sent}, and not a "
+            "choice"
+        )
         raise PlanError(message)
     blocks = [block.name for block in priced.cut.blocks]
     planned_blocks = [name for choice in plan.stages for name in choice.blocks]
     for name in sorted(set(blocks) ^ set(planned_blocks)) or _repeated(planned_blocks):
         verb = "lacks" if name in blocks and name not in planned_blocks else "misplaces"
-        method = f" with vocabulary {plan.vocabulary.method!r}" if plan.vocabulary else ""
-        message = f"the plan {verb} block {name!r} (blocks{method}: {', '.join(blocks)})"
+        method = f" with vocabulary {shown(plan.vocabulary.method)}" if plan.vocabulary else ""
+        message = f"the plan {verb} block {shown(name, 200)} (blocks{method}: {', '.join(blocks)})"
         raise PlanError(message)
     ranks = tuple(choice.rank for choice in plan.stages)
     if ranks != planned(plan).placement:
         message = (
-            f"the plan has stages on ranks {ranks}; its schedule {plan.schedule!r} has them on "
-            f"{planned(plan).placement}"
+            f"the plan has stages on ranks {ranks}; its schedule {shown(plan.schedule)} has them "
+            f"on {planned(plan).placement}"
         )
         raise PlanError(message)
 
@@ -530,10 +533,14 @@ def _check_costs(problem: Problem, plan: Plan) -> None:
     templates = {block.template for block in cut(problem.graph, granularity_of(plan)).blocks}
     measured = [costs.template for costs in plan.costs]
     for name in sorted(templates ^ set(measured)) or _repeated(measured):
-        message = f"the plan's costs and its blocks differ in template {name!r}: measure again"
+        message = (
+            f"the plan's costs and its blocks differ in template {shown(name, 200)}: measure again"
+        )
         raise PlanError(message)
     for costs in plan.costs:
-        _check_seconds(costs, ("forward", "backward", "weight"), f"costs of {costs.template!r}")
+        _check_seconds(
+            costs, ("forward", "backward", "weight"), f"costs of {shown(costs.template, 200)}"
+        )
 
 
 def _check_vocabulary_costs(plan: Plan) -> None:
@@ -544,8 +551,8 @@ def _check_vocabulary_costs(plan: Plan) -> None:
     method = plan.vocabulary.method if plan.vocabulary else "whole"
     if costs.method != method:
         message = (
-            f"the plan's vocabulary costs are of method {costs.method!r}, and its vocabulary is "
-            f"{method!r}: measure again"
+            f"the plan's vocabulary costs are of method {shown(costs.method)}, and its vocabulary "
+            f"is {method!r}: measure again"
         )
         raise PlanError(message)
     _check_seconds(costs, VOCABULARY_PASSES, "vocabulary costs")
@@ -567,7 +574,9 @@ def _check_recompute(problem: Problem, plan: Plan) -> None:
     for name in names:
         if name not in (known if plan.offload else priced.repeatable):
             why = "updates buffers, which must happen once" if name in known else "is no block"
-            message = f"the plan recomputes {name!r}, which {why} (blocks: {', '.join(known)})"
+            message = (
+                f"the plan recomputes {shown(name, 200)}, which {why} (blocks: {', '.join(known)})"
+            )
             raise PlanError(message)
     wanted = problem.options.recompute
     if not isinstance(wanted, str):

@@ -32,7 +32,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from parcompiler.errors import InputError, check_no_pipe, path_of
+from parcompiler.errors import InputError, check_no_pipe, path_of, shown
 
 LARGEST = 2**28  # most bytes of a file; the report of a thousand ranks has a hundredth of that
 DEEPEST = 64  # most levels of objects and lists
@@ -158,7 +158,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Refusal:
         return fields
     names = [name for name, _ in pairs]
     twice = next(name for name in names if names.count(name) > 1)
-    return _Refusal(f"has the field {twice!r} twice")
+    return _Refusal(f"has the field {shown(twice)} twice")
 
 
 def _check(data: object, place: str, depth: int) -> None:
@@ -230,7 +230,7 @@ def _fields(kind: Any, data: dict[str, object], place: str) -> Any:
     """A dataclass from an object with its fields; those with a default may be missing."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in sorted(data.keys() - fields.keys()):
-        message = f"{place} has an unknown field {name!r} (known: {', '.join(sorted(fields))})"
+        message = f"{place} has an unknown field {shown(name)} (known: {', '.join(sorted(fields))})"
         raise InputError(message)
     for name, field in fields.items():
         if name not in data and field.default is dataclasses.MISSING:

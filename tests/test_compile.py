@@ -19,7 +19,7 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.device import device
 from parcompiler.passes import SchedulePass
-from parcompiler.plan import StageChoice
+from parcompiler.plan import StageChoice, VocabularyChoice
 from tests import zoo
 from tests.runtime.workers import batch, compiled, mixed
 
@@ -438,7 +438,7 @@ def test_a_reused_plan_exports_the_same_bytes(program: pc.Program, tmp_path: Pat
 
 def test_a_plan_of_another_model_is_refused(program: pc.Program) -> None:
     model, inputs = zoo.build("llama")
-    with pytest.raises(pc.PlanError, match=r"for another model \(plan: GPT, here: Llama\)"):
+    with pytest.raises(pc.PlanError, match=r"for another model \(plan: 'GPT', here: 'Llama'\)"):
         pc.compile(model, pc.Mesh(pipeline=2), inputs, plan=program.plan)
     model, inputs = zoo.own_gpt(layers=3)
     with pytest.raises(pc.PlanError, match="for another graph, as its fingerprint says"):
@@ -462,6 +462,26 @@ def test_a_plan_for_something_else_is_refused(
         pc.PlanError, match=f"the plan was made for another {name}.*compile without plan="
     ):
         pc.compile(program, **{"mesh": pc.Mesh(pipeline=2), **options}, plan=program.plan)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda plan, text: dataclasses.replace(plan, fingerprint=text),
+        lambda plan, text: dataclasses.replace(
+            plan, mesh=dataclasses.replace(plan.mesh, device=text)
+        ),
+        lambda plan, text: dataclasses.replace(plan, schedule=text),
+        lambda plan, text: dataclasses.replace(plan, vocabulary=VocabularyChoice(text)),
+        lambda plan, text: dataclasses.replace(plan, recompute=(text,)),
+    ],
+    ids=["fingerprint", "device", "schedule", "vocabulary", "recompute"],
+)
+def test_long_texts_of_a_plan_are_shortened_in_messages(
+    program: pc.Program, edit: Callable[[pc.Plan, str], pc.Plan]
+) -> None:
+    with pytest.raises(pc.PlanError, match=r"^.{,1000}$"):
+        pc.compile(program, pc.Mesh(pipeline=2), plan=edit(program.plan, "x" * 100_000))
 
 
 def test_a_plan_of_another_schedule_than_asked_for_is_refused(program: pc.Program) -> None:

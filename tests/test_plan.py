@@ -105,6 +105,12 @@ def test_json_that_is_no_object_is_refused(text: str) -> None:
         pc.Plan.from_json(text)
 
 
+def test_a_long_name_of_a_field_is_shortened() -> None:
+    text = changed(**{"x" * 100_000: 1})
+    with pytest.raises(pc.InputError, match=r"^plan has an unknown field .{,1000}$"):
+        pc.Plan.from_json(text)
+
+
 @pytest.mark.parametrize("missing", ["model", "fingerprint", "mesh", "microbatches"])
 def test_a_missing_field_is_named(missing: str) -> None:
     data = json.loads(PLAN.to_json())

@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from parcompiler import documents
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.instruction import HEAD, Kind
 from parcompiler.schedules.action import (
     LETTERS,
@@ -124,13 +124,13 @@ def _parse(cell: str, place: CsvCell) -> Action:
     stage, word, microbatch = match.groups() if match else (None, None, None)
     if word in _OTHERS or cell.endswith(_OVERLAP):
         message = (
-            f"{place} is {cell!r}, and a schedule orders compute alone ({_EXAMPLES}): "
+            f"{place} is {shown(cell)}, and a schedule orders compute alone ({_EXAMPLES}): "
             "export the schedule without communication"
         )
         raise InputError(message)
     kind = _KINDS.get(word or "")
     if kind is None or (stage is None) is not (kind in HEAD) or microbatch is None:
-        message = f"{place} is {cell!r}, which is no action ({_EXAMPLES})"
+        message = f"{place} is {shown(cell)}, which is no action ({_EXAMPLES})"
         raise InputError(message)
     return Action(kind, NOWHERE if stage is None else int(stage), int(microbatch))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from parcompiler.errors import PlanError
+from parcompiler.errors import PlanError, shown
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
 from parcompiler.schedules.rounds import loops_of_actions, rounds_to_spare
@@ -79,7 +79,7 @@ def _planned(
     if orders is None:
         if name not in SCHEDULES:
             message = (
-                f"the plan has schedule {name!r} without its orders (known by name: "
+                f"the plan has schedule {shown(name)} without its orders (known by name: "
                 f"{', '.join(SCHEDULES)})"
             )
             raise PlanError(message)

@@ -20,7 +20,7 @@ from parcompiler.capture.blocks import cut, levels
 from parcompiler.capture.clean import drop_dead
 from parcompiler.capture.effects import effects_of, overload_name
 from parcompiler.capture.rewriting import Rewriting, called, inserted
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.graph import (
     EmbeddingLookup,
     Graph,
@@ -73,7 +73,7 @@ def _check(matched: VocabularyMatch, missing: Collection[str | None]) -> None:
     for name in sorted(filter(None, missing)):
         reason = matched.whole.get(str(name))
         message = (
-            f"the vocabulary layer {name!r} cannot be spread over the ranks "
+            f"the vocabulary layer {shown(name, 200)} cannot be spread over the ranks "
             f"({reason or 'no lookup or head reads it'}): leave it out of the plan"
         )
         raise InputError(message)

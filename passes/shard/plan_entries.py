@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx
 
 from parcompiler.capture.effects import outside
-from parcompiler.errors import PlanError
+from parcompiler.errors import PlanError, shown
 from parcompiler.graph import Block, Graph
 from parcompiler.passes.shard.candidates import Candidates, NodeChoices, result_index
 from parcompiler.passes.shard.ilp import Answer
@@ -160,8 +160,8 @@ def assigned_by(
     for entry in sharding.templates:
         if entry not in used:
             message = (
-                f"the plan's sharding has an entry of template {entry.template!r} that no block "
-                "follows: the model has no such blocks, or another entry is for them"
+                f"the plan's sharding has an entry of template {shown(entry.template, 200)} that "
+                "no block follows: the model has no such blocks, or another entry is for them"
             )
             raise PlanError(message)
     check(graph, assigned, axis, [block for one in folded.templates for block in one.blocks])
@@ -184,14 +184,14 @@ def _strategies(
     """The strategies that the lines of an entry name, in the order of the nodes."""
     if len(entry.nodes) != len(nodes):
         message = (
-            f"the plan's sharding has {len(entry.nodes)} lines for template {entry.template!r}, "
-            f"whose blocks have {len(nodes)} nodes"
+            f"the plan's sharding has {len(entry.nodes)} lines for template "
+            f"{shown(entry.template, 200)}, whose blocks have {len(nodes)} nodes"
         )
         raise PlanError(message)
     for node, text, possible in zip(nodes, entry.nodes, known, strict=True):
         name, _, wanted = text.partition(": ")
         if name != node.name:
-            message = f"the plan's sharding has {text!r} where node {node.name!r} stands"
+            message = f"the plan's sharding has {shown(text, 200)} where node {node.name!r} stands"
             raise PlanError(message)
         yield _named(node, wanted, possible)
 
@@ -206,7 +206,10 @@ def _named(node: fx.Node, wanted: str, known: Sequence[Strategy]) -> Strategy:
         return alike[0]
     offer = "; ".join(map(str, known))
     why = "may mean several strategies" if alike else "is no strategy"
-    message = f"the plan's sharding: {wanted!r} {why} of node {node.name!r} (there are: {offer})"
+    message = (
+        f"the plan's sharding: {shown(wanted, 200)} {why} of node {node.name!r} (there are: "
+        f"{offer})"
+    )
     raise PlanError(message)
 
 
