@@ -146,10 +146,11 @@ def _check_ties(lowered: Lowered) -> None:
 def _check_token_mean(lowered: Lowered) -> None:
     """Refuse a mean over the tokens of a step if ranks or micro-batches step separately."""
     alone = "schedule='pipedream'" if lowered.asynchronous else f"updates={lowered.updates.way!r}"
+    other = "a synchronous schedule" if lowered.asynchronous else "updates='all-reduce'"
     if lowered.graph.counts is not None and (lowered.asynchronous or lowered.updates.separate):
         message = (
             f"loss_weights='tokens' is a mean over all ranks and micro-batches of a step, and with "
-            f"{alone} each steps by itself: leave it out, or take a synchronous schedule"
+            f"{alone} each steps by itself: leave it out, or take {other}"
         )
         raise InputError(message)
 

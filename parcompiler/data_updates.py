@@ -78,6 +78,9 @@ class DataUpdates:
     ) -> DataUpdates:
         """The value for options of `compile`; None is the default of each."""
         local, powersgd = updates == "local", compression == "powersgd"
+        _owned("every", every, "updates='local'", there=local)
+        _owned("compression_rank", compression_rank, "compression='powersgd'", there=powersgd)
+        _owned("staleness", staleness, "updates='asynchronous'", there=updates == "asynchronous")
         given: object = ("nesterov" if local else ()) if outer is None else outer
         given = OUTER.get(given, given) if isinstance(given, str) else given
         numbers = list[Any](given if isinstance(given, tuple | list) else (given,))
@@ -124,8 +127,13 @@ def _count(name: str, value: object, least: int, owner: str, *, there: bool) -> 
     if isinstance(value, bool) or not isinstance(value, int) or value < least * there:
         message = f"{name} must be an integer, {least} or more ({shown(value)} given)"
         raise InputError(message)
-    if value and not there:
-        message = f"{name} is for {owner} ({name}={value} given): leave it out"
+    _owned(name, value or None, owner, there=there)
+
+
+def _owned(name: str, value: object, owner: str, *, there: bool) -> None:
+    """Raise InputError for a value that is given where its owner is not `there`."""
+    if value is not None and not there:
+        message = f"{name} is for {owner} ({name}={shown(value)} given): leave it out"
         raise InputError(message)
 
 

@@ -55,6 +55,8 @@ def test_options_come_back_from_the_value(options: dict[str, Any]) -> None:
         ({"updates": "local", "every": True}, "every must be an integer"),
         ({"every": 4}, "every is for updates='local' (every=4 given)"),
         ({"staleness": 4}, "staleness is for updates='asynchronous'"),
+        ({"staleness": 0}, "staleness is for updates='asynchronous' (staleness=0 given)"),
+        ({"updates": "local", "compression_rank": 0}, "compression_rank is for compression="),
         ({"updates": "asynchronous", "staleness": -1}, "staleness must be an integer, 0 or more"),
         ({"compression_rank": 2}, "compression_rank is for compression='powersgd'"),
         ({"updates": "local", "outer": "adam"}, "outer must be 'average', 'nesterov', or"),

@@ -93,6 +93,7 @@ def test_it_is_the_loss_of_transformers_and_its_proof_holds() -> None:
     [
         ({"loss": lambda found: found[1] + found[0].mean()}, "mean of a cross-entropy"),
         ({"schedule": "pipedream", "mesh": pc.Mesh(pipeline=2)}, "with schedule='pipedream' each"),
+        ({"updates": "local", "mesh": pc.Mesh(data=2)}, "or take updates='all-reduce'"),
         ({"loss_weights": "rows"}, "loss_weights"),
     ],
 )
