@@ -24,6 +24,7 @@ from parcompiler.mesh import Cluster, Mesh
 from parcompiler.options import METHODS, MOST_PASSES, Options
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import start
+from parcompiler.passes.given import division
 from parcompiler.passes.recompute import check_patterns, chosen
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.shard.plan_entries import check_pins
@@ -459,6 +460,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     level = granularity_of(plan)
     rank_problem.cache.times.update({(level, costs.template): costs for costs in plan.costs or ()})
     _check_blocks(rank_problem, plan)
+    _check_stages(rank_problem, plan)
     _check_recompute(rank_problem, plan)
 
 
@@ -520,6 +522,24 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
         message = (
             f"the plan has stages on ranks {ranks}; its schedule {shown(plan.schedule)} has them "
             f"on {planned(plan).placement}"
+        )
+        raise PlanError(message)
+
+
+def _check_stages(problem: Problem, plan: Plan) -> None:
+    """Refuse a plan with another division into stages than the options ask for."""
+    wanted = problem.options.stages
+    if wanted == "auto":
+        return
+    assert plan.stages is not None
+    level, stage_of = division(problem, wanted, len(plan.stages))
+    blocks = [block.name for block in problem.priced(level).cut.blocks]
+    asked = dict(zip(blocks, stage_of, strict=True))
+    if asked != {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}:
+        counts = ", ".join(str(len(choice.blocks)) for choice in plan.stages)
+        message = (
+            f"the plan has other stages, of {counts} blocks, than stages={shown(wanted)} asks for: "
+            "leave stages out, or compile without plan="
         )
         raise PlanError(message)
 

@@ -489,6 +489,22 @@ def test_a_plan_of_another_schedule_than_asked_for_is_refused(program: pc.Progra
         pc.compile(program, pc.Mesh(pipeline=2), schedule="gpipe", plan=program.plan)
 
 
+@pytest.mark.parametrize("stages", ["even", (2, 4), (3, 1, 2)])
+def test_a_plan_of_other_stages_than_asked_for_is_refused(
+    program: pc.Program, stages: str | tuple[int, ...]
+) -> None:
+    mesh, blocks = (
+        pc.Mesh(pipeline=2),
+        [b for item in program.plan.stages or () for b in item.blocks],
+    )
+    plan = moved(program.plan, [(blocks[:1], 0), (blocks[1:], 1)])
+    with pytest.raises(
+        pc.ParcompilerError, match=r"the plan has other stages, of 1, 5|3 counts for 2"
+    ):
+        pc.compile(program, mesh, stages=stages, plan=plan)
+    assert pc.compile(program, mesh, stages=(1, 5), plan=plan).plan.stages == plan.stages
+
+
 def moved(plan: pc.Plan, stages: list[tuple[list[str], int]]) -> pc.Plan:
     choices = tuple(StageChoice(tuple(blocks), rank) for blocks, rank in stages)
     return dataclasses.replace(plan, stages=choices)
