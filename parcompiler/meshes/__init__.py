@@ -45,7 +45,7 @@ from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes.bounds import Bounds
-from parcompiler.meshes.refusal import nothing_fits
+from parcompiler.meshes.refusal import nothing_fits, with_reasons
 from parcompiler.meshes.sizes import GIVEN, MicrobatchSizes, Wanted, first_line, wanted_rows
 from parcompiler.meshes.space import Candidate, are_neighbours, global_microbatches, space
 from parcompiler.meshes.weigh import Check, CheckLowered, figures, on_mesh, unplanned
@@ -185,14 +185,15 @@ class MeshSearch:
             self.stopped = True
         if not self.planned:
             if self.errors and not self.full:
-                raise next(iter(self.errors.values()))
+                raise with_reasons(next(iter(self.errors.values())), self.choices.values())
             weighed = [c for c in self.candidates if c.reason is None and not self._is_wide(c)]
             possible = [c for c in weighed if c.place not in self.errors]
             if not possible:
                 reasons = list(dict.fromkeys(c.reason for c in self.candidates if c.reason))
                 message = f"no mesh of the cluster is possible: {'; '.join(reasons[:4])}"
                 raise InputError(message)
-            raise nothing_fits(self.cluster, self.sizes, possible, self.passes)
+            error = nothing_fits(self.cluster, self.sizes, possible, self.passes)
+            raise error if error.needed else with_reasons(error, self.choices.values())
 
     def _plainest(self) -> Incumbent:
         """The best mesh with its plainest plan that is fast enough."""

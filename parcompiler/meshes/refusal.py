@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from parcompiler import device as catalogue
 from parcompiler.errors import InfeasibleError, ParcompilerError
 from parcompiler.mesh import Cluster
 from parcompiler.meshes.bounds import Bounds
-from parcompiler.meshes.sizes import MicrobatchSizes
+from parcompiler.meshes.sizes import MicrobatchSizes, first_line
 from parcompiler.meshes.space import Candidate
 from parcompiler.meshes.weigh import on_mesh, planned
 from parcompiler.passes import Pass
@@ -21,11 +21,14 @@ from parcompiler.passes.estimate import estimate
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.context import LONG, positions
 from parcompiler.passes.shard.local import local
+from parcompiler.plan import MeshChoice
 from parcompiler.problem import Problem
 
 ENDLESS = 2**60  # bytes: more than any model takes
 TRIED = 3  # meshes that are tried: those with the least states on a rank
 MOST_PIECES = 16  # of a row, among context ranks
+SHOWN = 4  # reasons that an error lists
+E = TypeVar("E", bound=ParcompilerError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,19 @@ def nothing_fits(
         f"{least.nbytes:,} bytes a device, {least.nbytes - room:,} more than it has, with "
         f"{degrees}): {cures}"
     )
+    error.needed = least.nbytes
     error.add_note(f"parameters, gradients and optimizer states are {least.states:,} bytes of that")
+    return error
+
+
+def with_reasons(error: E, choices: Iterable[MeshChoice]) -> E:
+    """An error about all meshes, with the reasons against some that it does not say."""
+    reasons: dict[str, str] = {}
+    for choice in choices:
+        if choice.reason and choice.reason != first_line(error):
+            reasons.setdefault(choice.reason, choice.degrees)
+    for reason, degrees in [*reasons.items()][:SHOWN]:
+        error.add_note(f"pipeline × tensor × data {degrees}: {reason}")
     return error
 
 

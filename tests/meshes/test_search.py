@@ -27,6 +27,7 @@ from parcompiler.passes.shard.axes import on_axes
 from parcompiler.plan import MeshChoice, Shape
 from parcompiler.problem import Problem
 from parcompiler.schedules import build
+from tests import zoo
 
 BEATEN = {WORK, EVEN, SCHEDULES}
 SMALL = gpt.Config(layers=4, heads=2, hidden=16, vocabulary=64, sequence=8, tied=False)
@@ -394,3 +395,21 @@ def test_meshes_whose_stages_share_a_tied_table_are_passed_over_by_pipedream() -
     assert program.plan.mesh.pipeline == 1
     reasons = [choice.reason for choice in program.plan.meshes or () if choice.pipeline > 1]
     assert any("copies drift apart" in (reason or "") for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("resnet", {"updates": "asynchronous"}, "keeps no statistics that data ranks share"),
+        ("gpt", {"updates": "local", "loss_weights": "tokens"}, "take updates='all-reduce'"),
+        ("gpt", {"updates": "local", "virtual_stages": 2}, "weighs none with several stages"),
+    ],
+)
+def test_where_no_mesh_can_have_the_options_the_reasons_of_each_are_said(
+    name: str, options: dict[str, Any], reason: str
+) -> None:
+    model, inputs = zoo.build(name)
+    cluster = pc.Cluster(nodes=1, devices_per_node=2)
+    with pytest.raises(pc.ParcompilerError) as caught:
+        pc.compile(model, cluster, inputs, microbatches=6, **options)
+    assert reason in "\n".join([str(caught.value), *caught.value.__notes__])
