@@ -123,8 +123,8 @@ def _best_level(
     def is_open(share: DataShare) -> bool:
         """Whether the lean plan may not be the best of a level: it does not fit, or much of its
         exchange is exposed."""
-        is_piped = share.level == 3 or problem.mesh.pipeline > 1
-        return not share.fits or (is_piped and share.exposed > GAIN * share.step)
+        others = share.level == 3 or problem.mesh.pipeline > 1  # one stage below 3: all are alike
+        return not share.fits or (others and share.exposed > GAIN * share.step)
 
     known = needed()
     open_to = list(filter(is_open, shares))

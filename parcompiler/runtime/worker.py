@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parcompiler.errors import InputError, LaunchError, path_of
+from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.agreement import (
     WorkerCall,
     check_programs,
@@ -607,9 +607,9 @@ class Worker:
 
         Raises InputError on every rank when it cannot be written; the worker stays usable.
         """
-        place = path_of(folder)
         self._settle()
         with self._failing_together("save", InputError):
+            place = self._checkpoints.place(folder)
             return self._checkpoints.save(
                 place, extra or {}, asynchronous=asynchronous, keep=keep, optimizer=optimizer
             )
@@ -617,9 +617,8 @@ class Worker:
     def check_folder(self, folder: str | Path) -> None:
         """Refuse a `folder` that `save` could not write into, before steps that would be lost. It
         is created if missing. Collective; raises InputError on every rank."""
-        place = path_of(folder)
         with self._failing_together("check_folder", InputError):
-            self._checkpoints.check_folder(place)
+            self._checkpoints.check_folder(self._checkpoints.place(folder))
 
     def load(
         self,
@@ -638,8 +637,8 @@ class Worker:
         Raises InputError on every rank, and changes nothing, when a file is damaged, or names,
         shapes or objects do not fit.
         """
-        place = path_of(folder)
         with self._failing_together("load", InputError):
+            place = self._checkpoints.place(folder)
             names = self._checkpoints.load(place, extra or {}, optimizer=optimizer)
         self._tensors.filled(names)
         return self.step_count
@@ -654,8 +653,8 @@ class Worker:
         they are. Returns the missing and unexpected names, and raises InputError on every rank, as
         `load_state_dict` does (`strict=False` allows such names).
         """
-        place = path_of(folder)
         with self._failing_together("load_pretrained", InputError):
+            place = self._checkpoints.place(folder)
             keys, names = self._checkpoints.load_pretrained(place, strict=strict)
             self._restart()
         loaded = self._tensors.loaded or set()
@@ -679,9 +678,9 @@ class Worker:
         `folder`, which all ranks see, are replaced. Raises InputError on every rank when they
         cannot be written.
         """
-        place = path_of(folder)
         self._settle()
         with self._failing_together("save_pretrained", InputError):
+            place = self._checkpoints.place(folder)
             self._checkpoints.save_pretrained(place, config, dtype=dtype, size=max_shard_size)
 
     def use_draws(self, around: Around | None) -> None:

@@ -85,6 +85,11 @@ class Player:
     def do_save(self, name: str, options: dict[str, Any] | None = None) -> None:
         self.worker.save(self.folder / name, self.extra, **(options or {}))
 
+    def do_save_nowhere(self, rank: int) -> None:
+        """Give no path on one rank."""
+        folder: Any = None if self.worker.rank == rank else self.folder / "h"
+        self.worker.save(folder)
+
     def do_load(self, name: str) -> None:
         extra = dict(self.extra)
         if self.job.get("no_loader"):

@@ -251,8 +251,8 @@ def failing_jobs() -> Iterable[dict[str, Any]]:
         ["train", 1], ["save", "f", {"keep": 2}], ["fill_disk", 1], ["train", 1],
         ["save", "f", {"keep": 1}], ["save", "f", {"asynchronous": True}], ["train", 1],
         ["save", "f", {"asynchronous": True}], ["empty_disk"], ["save", "g"],
-        ["damage", "g/*/rank_2.safetensors"], ["load", "g"], ["load", "nowhere"], ["load", "f"],
-        ["train", 1],
+        ["damage", "g/*/rank_2.safetensors"], ["load", "g"], ["load", "nowhere"],
+        ["save_nowhere", 1], ["load", "f"], ["train", 1],
     )  # fmt: skip
 
 
@@ -425,12 +425,13 @@ def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_loses_nothing(
     played: Played,
 ) -> None:
     said = [played.seen("failing", rank)["faults"] for rank in range(4)]
-    written, beside, damaged, nowhere = said[0]
+    written, beside, damaged, nowhere, no_path = said[0]
     assert written == ("InputError: cannot write the checkpoint:\nrank 1: No space left on device")
     assert beside.startswith("InputError: the last checkpoint was not written:")
     assert "rank 1: No space left on device" in beside
     assert "rank_2.safetensors is damaged" in damaged
     assert "no checkpoint in" in nowhere
+    assert "rank 1: None is no path" in no_path
     assert all(one == said[0] for one in said)
     losses = played.seen("failing")["losses"]
     assert losses[-1] == losses[2]  # of the newest complete one

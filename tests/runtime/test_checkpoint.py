@@ -23,6 +23,7 @@ from parcompiler.runtime.checkpoint import pretrained, saving
 from parcompiler.runtime.checkpoint.layout import Part, dealt
 from parcompiler.runtime.tensor_files import Described, File, write
 from tests.runtime.workers import batch, compiled, mixed
+from tests.test_loaded import null_in_a_name, pipe
 
 MICROBATCHES = 2
 
@@ -125,15 +126,6 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         with pytest.raises(pc.InputError, match=rf"{name} is damaged"):
             one.load(path)
         assert one.step_count == len(losses)
-
-
-def null_in_a_name(path: Path) -> None:
-    path.write_text(path.read_text() + "0123  a\0b\n")
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, path_of
 from parcompiler.runtime.agreement import combined
 from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint import folder as folders
@@ -77,6 +77,11 @@ class Checkpoints:
         self._stopped = threading.Event()
         self._holders: dict[str, int] | None = None  # cache of `_first`
         self.bytes_read = 0  # of tensors, by the last `load`
+
+    def place(self, folder: str | Path) -> Path:
+        """A folder as a path. A collective that raises InputError on all ranks where it is none on
+        one of them."""
+        return self._on_rank(lambda: path_of(folder), "cannot use the folder")
 
     def save(
         self,
