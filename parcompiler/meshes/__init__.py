@@ -25,8 +25,9 @@ ranks. The neighbours of the mesh with the lowest sharp bound or step are weighe
 bounds costs a tenth of planning. As long as that bound is far above the lowest bound of any mesh,
 the neighbours of the latter mesh are weighed instead, so that a good plan is found soon. A mesh
 without a pipeline is planned as soon as its bound is low: that takes a tenth as long, and its step
-excludes pipelines. For the same reason, of meshes with context ranks those with short pipelines
-and few micro-batches come first.
+excludes pipelines. Then come pipelines with room for all states and activations (`is_tight`):
+their bounds are close to their steps, while tight ones are often planned in vain. Of meshes with
+context ranks those with short pipelines and few micro-batches come first.
 
 The bound `even` assumes, as the schedule pass does, that no stages are better than even ones. An
 interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -69,6 +70,7 @@ SHALLOW = 8  # most pipeline ranks of a shallow mesh
 AHEAD = 1.05  # times the lowest bound: plainer meshes up to that bound are weighed first
 QUICK = 128  # pipeline ranks x micro-batches: up to so many, a mesh is planned in a few seconds
 QUICKLY = 1.2  # as AHEAD, for quick meshes with context ranks
+EASILY = 1.1  # as AHEAD, for meshes with room for everything
 FIRST = 1.25  # times the lowest bound: slower plans do not count while other meshes are open
 
 __all__ = [
@@ -300,10 +302,17 @@ class MeshSearch:
             candidate = item.candidate
             if self._is_rare(candidate) and candidate.mesh.pipeline > 1:
                 return 1, _size(candidate), item.bound
-            return 0, *_plainness(candidate)
+            return 0, self._bounds(candidate).is_tight(candidate), *_plainness(candidate)
 
-        near = (x for x in self._matters() if x.bound <= _ahead(x.candidate) * lowest)
+        near = (x for x in self._matters() if x.bound <= self._ahead(x.candidate) * lowest)
         return min(near, key=rank, default=None)  # of measured costs, all bounds are 0
+
+    def _ahead(self, candidate: Candidate) -> float:
+        """Times the lowest bound: up to that bound a mesh is weighed at once."""
+        if candidate.mesh.context > 1:
+            return QUICKLY if _size(candidate) <= QUICK else AHEAD
+        is_easy = candidate.mesh.pipeline > 1 and not self._bounds(candidate).is_tight(candidate)
+        return EASILY if is_easy else AHEAD
 
     def _matters(self) -> Iterator[Unweighed]:
         """The meshes that may be the answer."""
@@ -400,7 +409,7 @@ class MeshSearch:
         if item.is_sharp:
             self._weigh(item)
             return
-        enough = min(self._needed(item.candidate), _ahead(item.candidate) * self._lowest())
+        enough = min(self._needed(item.candidate), self._ahead(item.candidate) * self._lowest())
         with self.observer(self._title("bound of", item.candidate)):
             item.even = item.even or LeastStep(problem, start(problem))
             seconds = item.even.seconds(enough)
@@ -488,12 +497,6 @@ def _plainness(candidate: Candidate) -> tuple[int, ...]:
 def _size(candidate: Candidate) -> int:
     """Pipeline ranks x micro-batches: the time that planning a mesh takes grows with them."""
     return candidate.mesh.pipeline * candidate.microbatches
-
-
-def _ahead(candidate: Candidate) -> float:
-    """Times the lowest bound: up to that bound a mesh is weighed at once."""
-    is_quick = candidate.mesh.context > 1 and _size(candidate) <= QUICK
-    return QUICKLY if is_quick else AHEAD
 
 
 def _divides_rows_of(one: Mesh, other: Mesh) -> bool:

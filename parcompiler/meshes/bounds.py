@@ -40,6 +40,7 @@ from parcompiler.solver import ROUNDING
 from parcompiler.vocabulary import find
 
 VOCABULARY = ("embedding", "cross_entropy_loss")
+FILLED = 0.9  # share of the memory that states and activations may take; messages take some too
 
 
 class _Work(NamedTuple):
@@ -98,6 +99,25 @@ class Bounds:
         """Lower bound on the bytes of parameters, gradients and states of the fullest rank."""
         mesh = candidate.mesh
         return math.ceil(self.states_on(mesh) / (mesh.pipeline * mesh.tensor))
+
+    def is_tight(self, candidate: Candidate) -> bool:
+        """Whether the first of several pipeline ranks lacks memory for 1F1B with optimizer states
+        shared out (ZeRO 1) and cheap operators recomputed. As it keeps a micro-batch for each rank,
+        it has as many activations as all blocks for one."""
+        mesh, there = candidate.mesh, dataclasses.replace(self.problem, mesh=candidate.mesh)
+        if mesh.pipeline == 1:
+            return False
+        states = self._states_at(mesh, min(1, there.zero)) / (mesh.pipeline * mesh.tensor)
+        filled = min(1.0, candidate.microbatches / mesh.pipeline)
+        kept = states + filled * self._saved / _pieces(candidate)
+        return kept > FILLED * there.room(there.device)
+
+    @cached_property
+    def _saved(self) -> int:
+        """Bytes of a micro-batch that all blocks keep for their backward, on one device."""
+        auto = self.problem.options.recompute in ("auto", "selective")
+        problem = self.problem.selectively(auto)
+        return sum(problem.priced(problem.levels[0]).saved)
 
     @cached_property
     def activations(self) -> int:

@@ -226,6 +226,24 @@ def test_where_only_zero_3_fits_its_exchange_is_a_bound(tensor: int, memory: int
     assert 1.2 * alone < least <= min(even, program.simulate().step_time)
 
 
+def test_meshes_with_room_for_all_activations_are_told_from_tight_ones() -> None:
+    """What is said from the blocks' costs is near the peak of that plan."""
+    model = captured(dataclasses.replace(LARGE, layers=8, vocabulary=64))
+    mesh = pc.Mesh(2, 1, 4, device="h100")
+    program = pc.compile(
+        model, mesh, microbatches=8, schedule="1f1b", zero=1, recompute="selective"
+    )
+    peak = max(program.simulate().peak_memory)
+
+    def is_tight(share: float) -> bool:
+        device = dataclasses.replace(program.problem.device, memory=int(share * peak))
+        problem = dataclasses.replace(program.problem, mesh=pc.Mesh(device=device))
+        alone = problem.selectively(selective=False)
+        return Bounds(alone).is_tight(Candidate(dataclasses.replace(mesh, device=device), 8, 0))
+
+    assert [is_tight(share) for share in (0.8, 1.4)] == [True, False]
+
+
 def test_the_plan_is_one_of_its_mesh() -> None:
     model = captured(SMALL)
     found = pc.compile(model, pc.Cluster(1, 4, "h100"), microbatches=8, schedule="1f1b")
