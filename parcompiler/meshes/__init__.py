@@ -96,12 +96,14 @@ class Incumbent:
 @dataclass(slots=True)
 class Unweighed:
     """A mesh that is not planned, with a lower bound on the seconds of its plans and the reason for
-    it. `is_sharp` says that only a plan can tell more; `even` refines the bound until then."""
+    it. `is_sharp` says that only a plan can tell more; `even` refines the bound until then.
+    `is_tight` says that memory is short."""
 
     candidate: Candidate
     bound: float
     why: str = WORK
     is_sharp: bool = False
+    is_tight: bool = False
     even: LeastStep | None = None
 
 
@@ -175,6 +177,7 @@ class MeshSearch:
                 candidate,
                 self._bounds(candidate).seconds(candidate, is_even=is_even),
                 is_sharp=not is_even,
+                is_tight=self._bounds(candidate).is_tight(candidate),
             )
             for candidate in self._roomy()
         ]
@@ -293,26 +296,19 @@ class MeshSearch:
         return candidate.mesh.tensor > self.cluster.devices_per_node
 
     def _next(self) -> Unweighed | None:
-        """Of the meshes that may be the answer, the plainest with about the lowest bound: it is
-        planned fastest, and excludes the others. Rare ones come last, those that are planned
-        fastest first, unless they have no pipeline."""
+        """Of the meshes that may be the answer and have about the lowest bound, the plainest with
+        room, or else the plainest: it is planned fastest, and excludes the others. Rare ones come
+        last, those that are planned fastest first, unless they have no pipeline."""
         lowest = self._lowest()
 
         def rank(item: Unweighed) -> tuple[float, ...]:
             candidate = item.candidate
             if self._is_rare(candidate) and candidate.mesh.pipeline > 1:
                 return 1, _size(candidate), item.bound
-            return 0, self._bounds(candidate).is_tight(candidate), *_plainness(candidate)
+            return 0, item.is_tight, *_plainness(candidate)
 
-        near = (x for x in self._matters() if x.bound <= self._ahead(x.candidate) * lowest)
+        near = (x for x in self._matters() if x.bound <= _ahead(x) * lowest)
         return min(near, key=rank, default=None)  # of measured costs, all bounds are 0
-
-    def _ahead(self, candidate: Candidate) -> float:
-        """Times the lowest bound: up to that bound a mesh is weighed at once."""
-        if candidate.mesh.context > 1:
-            return QUICKLY if _size(candidate) <= QUICK else AHEAD
-        is_easy = candidate.mesh.pipeline > 1 and not self._bounds(candidate).is_tight(candidate)
-        return EASILY if is_easy else AHEAD
 
     def _matters(self) -> Iterator[Unweighed]:
         """The meshes that may be the answer."""
@@ -409,7 +405,7 @@ class MeshSearch:
         if item.is_sharp:
             self._weigh(item)
             return
-        enough = min(self._needed(item.candidate), self._ahead(item.candidate) * self._lowest())
+        enough = min(self._needed(item.candidate), _ahead(item) * self._lowest())
         with self.observer(self._title("bound of", item.candidate)):
             item.even = item.even or LeastStep(problem, start(problem))
             seconds = item.even.seconds(enough)
@@ -497,6 +493,14 @@ def _plainness(candidate: Candidate) -> tuple[int, ...]:
 def _size(candidate: Candidate) -> int:
     """Pipeline ranks x micro-batches: the time that planning a mesh takes grows with them."""
     return candidate.mesh.pipeline * candidate.microbatches
+
+
+def _ahead(item: Unweighed) -> float:
+    """Times the lowest bound: up to that bound a mesh is weighed at once."""
+    mesh = item.candidate.mesh
+    if mesh.context > 1:
+        return QUICKLY if _size(item.candidate) <= QUICK else AHEAD
+    return AHEAD if item.is_tight or mesh.pipeline == 1 else EASILY
 
 
 def _divides_rows_of(one: Mesh, other: Mesh) -> bool:
