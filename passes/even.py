@@ -39,7 +39,8 @@ MANY = 4  # micro-batches per rank from which on uneven stages hardly gain, see 
 UNEVEN = 0.99  # least step of uneven stages then, as a share of the even one (0.992 in 180 cases)
 STEADY = 3  # micro-batches per rank, after which all ranks have begun and none has ended
 FULL = 2  # micro-batches per rank with which every rank holds as much as with more
-SOON_FULL = ("1f1b", "zb-h1", "v-min")  # schedules for which one per rank is enough
+# micro-batches, beyond one per rank, that are enough under these schedules
+SOON_FULL: dict[str | None, int] = {"1f1b": 0, "zb-h1": 0, "v-min": 0, "v-half": 1}
 SMALL, PERIOD = 12, 12  # from SMALL ranks on, a step is linear in their number, in steps of PERIOD
 # share by which a step extrapolated like this may be too long
 UNSURE: dict[str | None, float] = {"v-half": 0.005, "v-min": 0.005}
@@ -152,13 +153,22 @@ def _fill(plan: Plan, priced: Priced, pace: float) -> float:
     return (pace - 1) * there * plan.mesh.pipeline / len(outline(plan).placement)
 
 
-def _with_few(plan: Plan, rounds: int) -> Plan:
-    """The plan with about `rounds` micro-batches per rank, or fewer, and without the passes of a
-    shared head, beside which stages hold more."""
-    ranks, m, choice = plan.mesh.pipeline, plan.microbatches, plan.vocabulary
-    choice = choice and dataclasses.replace(choice, head=None)
-    few = min(m, rounds * ranks + m % ranks)
+def _with_few(plan: Plan, few: int) -> Plan:
+    """The plan with `few` micro-batches, or fewer, and without the passes of a shared head, beside
+    which stages hold more."""
+    choice = plan.vocabulary and dataclasses.replace(plan.vocabulary, head=None)
+    few = min(plan.microbatches, few)
     return dataclasses.replace(plan, microbatches=few, vocabulary=choice)
+
+
+def _fullest(plan: Plan) -> Plan:
+    """The plan with the fewest micro-batches with which its ranks hold as much as with all."""
+    ranks, name = plan.mesh.pipeline, plan.schedule
+    if name == "gpipe":
+        return plan
+    if name in SOON_FULL:
+        return _with_few(plan, ranks + SOON_FULL[name])
+    return _with_few(plan, FULL * ranks + plan.microbatches % ranks)
 
 
 def _even_stages(problem: Problem, plan: Plan) -> Iterator[Packed]:
@@ -179,16 +189,15 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
     """The even stages at a granularity. Cached."""
 
     def find() -> Packed:
-        few = _with_few(plan, STEADY)
-        rounds = 1 if plan.schedule in SOON_FULL else FULL
-        fullest = plan if plan.schedule == "gpipe" else _with_few(plan, rounds)  # gpipe holds all
-        trial = as_asked(problem, fullest, level)
+        ranks = plan.mesh.pipeline
+        few = _with_few(plan, STEADY * ranks + plan.microbatches % ranks)
+        trial = as_asked(problem, _fullest(plan), level)
         priced = problem.recomputing(level, trial.recompute or ())
         task = division_task(problem, trial, level)
         slowest, pace = least_slowest_rank(task), float(task.pace(range(task.ranks)))
         even = sum((*priced.forward, *priced.backward)) / pace
         seconds = [load.seconds for load in task.loads]
-        whole = _fullest(seconds, task.ranks) if task.is_uniform else 0.0
+        whole = _longest(seconds, task.ranks) if task.is_uniform else 0.0
         if task.is_linked and task.each <= 2 and len(seconds) >= task.stages:
             key = "slowest whole", task.placement, *((x.seconds, x.by_rank) for x in task.loads)
             whole = max(whole, problem.once(key, lambda: _slowest_whole(task, whole)))
@@ -255,11 +264,11 @@ def _slowest_whole(task: DivisionTask, known: float) -> float:
     return slowest_pair(task, max(units, task.even)) * task.unit
 
 
-def _fullest(seconds: Sequence[float], ranks: int) -> float:
+def _longest(seconds: Sequence[float], ranks: int) -> float:
     """Lower bound on the seconds of the slowest of equal ranks if no block is cut: of the longest
     `k * ranks + 1` blocks one rank has `k + 1`, at least as long as the `k + 1` shortest of them.
 
-    >>> _fullest([1.0] * 8 + [0.5], 4)
+    >>> _longest([1.0] * 8 + [0.5], 4)
     2.5
     """
     longest = sorted(seconds, reverse=True)

