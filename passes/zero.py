@@ -17,9 +17,10 @@ each data rank updates only its part: it also pays where the update is a large s
 
     lean     the plan with the memory of the highest level and no exchange: no plan computes faster
     levels   at which `lean` fits: the lowest whose step is at most MARGIN longer than the shortest
-    others   are planned anew if they may save more of the exchange than they lose in compute;
-             `lean` and every refusal bound that
-    all      plans of a pipeline that were completed are compared by their lowered steps
+    others   are planned anew if they may be faster than that one's lowered step; `lean` and every
+             refusal bound that
+    all      plans of a pipeline that were completed are compared by their lowered steps, and so is
+             `lean` at its fastest level
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from parcompiler.cost import collective
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.passes.base import GAIN, MARGIN, Bounding
 from parcompiler.passes.estimate import estimate, update_seconds
-from parcompiler.passes.exchange import DEEP, exchanges, judged_step, step_of, tensors
+from parcompiler.passes.exchange import exchanges, judged_step, step_of, tensors
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
@@ -108,13 +109,13 @@ def _best_level(
         shared = _is_slow(rank_problem, lean, whole) and share_of(rank_problem, lean, 1).fits
         return dataclasses.replace(lean, zero=int(shared))
     shares = [_share_with_step(rank_problem, lean, level) for level in at]
-    enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - MARGIN)
-    first = next((share for share in shares if share.fits and share.step <= enough), None)
-    best, tried = None, list[tuple[float, Plan]]()
-    if first is not None:  # the solver's statement may be about blocks that gather nothing
-        chosen = dataclasses.replace(lean, zero=first.level)
-        best = first.step, reconsidered(local(problem, chosen), chosen)
-        tried.append(best)
+    fitting = [share for share in shares if share.fits]
+    best, tried = None, list[Plan]()
+    if fitting:
+        fastest = min(fitting, key=lambda share: share.step)
+        first = next(x for x in fitting if x.step <= fastest.step / (1 - MARGIN))
+        tried = [_at_level(problem, lean, x) for x in sorted({first.level, fastest.level})]
+        best = judged_step(local(problem, tried[0]), tried[0]), tried[0]
     least, refusal = estimate(rank_problem, lean).step_time, None
 
     def needed() -> float:
@@ -141,27 +142,30 @@ def _best_level(
             if best or most < math.inf:  # lower levels, with less memory, are not faster
                 floors |= {k: max(below, floors[k]) for k in floors if k < share.level}
             continue
-        step = step_of(local(problem, trial), trial)
-        tried.append((step, trial))
+        step = judged_step(local(problem, trial), trial)
+        tried.append(trial)
         if best is None or step < (1 - GAIN) * best[0]:
             best = step, trial
     if best is None or _lower_bound(problem, best[1]) >= most:
         message = f"no level of ZeRO that fits has a step below {most:.6g} s"
         raise refusal or InfeasibleError(message)
     plan = _at_lowest_level(problem, best[1], min(most, best[0] / (1 - MARGIN)))
-    return _judged(problem, [plan, *(trial for _, trial in tried if trial is not best[1])])
+    return _judged(problem, [plan, *tried])
 
 
 def _judged(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """The first plan if its lowered step is at most MARGIN longer than that of any other, else the
-    one with the shortest: where much exchange is exposed, estimates are up to 9 % off. The first
-    is taken where only it is there, or that takes too long."""
-    first = plans[0]
-    if len(plans) == 1 or not 1 < first.mesh.pipeline <= DEEP:
-        return first
+    one with the shortest: where much exchange is exposed, estimates are up to 9 % off."""
     steps = [judged_step(local(problem, plan), plan) for plan in plans]
     enough = min(steps) / (1 - MARGIN)
-    return first if steps[0] <= enough else plans[steps.index(min(steps))]
+    return plans[0] if steps[0] <= enough else plans[steps.index(min(steps))]
+
+
+def _at_level(problem: Problem, plan: Plan, level: int) -> Plan:
+    """The plan at a level of ZeRO, where the solver's statement about its stages may differ, as
+    blocks gather or do not."""
+    plan = dataclasses.replace(plan, zero=level)
+    return reconsidered(local(problem, plan), plan)
 
 
 def _at_lowest_level(problem: Problem, plan: Plan, enough: float) -> Plan:
@@ -169,8 +173,7 @@ def _at_lowest_level(problem: Problem, plan: Plan, enough: float) -> Plan:
     for level in range(plan.zero or 0):
         share = share_of(local(problem, plan), plan, level)
         if share.fits and share.step <= enough:
-            plan = dataclasses.replace(plan, zero=level)
-            return reconsidered(local(problem, plan), plan)
+            return _at_level(problem, plan, level)
     return plan
 
 

@@ -350,16 +350,22 @@ def test_the_estimate_agrees_with_the_lists_where_links_are_the_bound(
 
 def test_levels_are_compared_by_lowered_steps() -> None:
     """The gradient of a table was summed three times after the last compute, which no estimate of
-    the exchange says: another level was 2.5 % faster."""
+    the exchange says: plans of another level were 3.5 % faster, and 3.2 % under `zb-h2`."""
     config = gpt.Config(layers=12, heads=8, hidden=512, vocabulary=32768, sequence=128, tied=True)
     with torch.device("meta"):
         model = gpt.GPT(config)
     tokens = torch.zeros(2, config.sequence, dtype=torch.long)
     small = dataclasses.replace(device("h100"), memory=400 * 2**20)
     mesh = pc.Mesh(pipeline=2, data=4, device=small)
-    found = pc.compile(model, mesh, (tokens, tokens), microbatches=4, progress=False)
-    named = pc.compile(found, mesh, microbatches=4, schedule="zb-h2", progress=False)
-    assert found.simulate().step_time <= (1 + MARGIN) * named.simulate().step_time
+    program = pc.compile(model, mesh, (tokens, tokens), microbatches=4, progress=False)
+
+    def step(**named: Any) -> float:
+        found = pc.compile(program, mesh, microbatches=4, progress=False, **named)
+        return found.simulate().step_time
+
+    under = step(schedule="zb-h2")
+    assert program.simulate().step_time <= (1 + MARGIN) * min(under, step(zero=1))
+    assert under <= (1 + MARGIN) * step(schedule="zb-h2", zero=3)
 
 
 def test_a_level_is_not_chosen_by_an_estimate_that_is_far_off() -> None:
