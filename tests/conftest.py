@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -29,6 +30,10 @@ STARTING_RANKS = {  # by group: those that start processes of their own, and tho
     ),
     "pool": ("tests/distributed/",),
 }
+
+# A machine that is busy or slow is no fault of what is tested.
+settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slow")
 
 collect_ignore = ["golden"]  # emitted scripts: they are compared and linted, not imported
 

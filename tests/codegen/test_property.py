@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -198,9 +198,7 @@ recipes = st.lists(
 
 @settings(
     max_examples=30,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(recipe=recipes, shared=st.booleans(), data=st.data())
 def test_emitted_stages_equal_the_graph(recipe: Recipe, shared: bool, data: st.DataObject) -> None:

@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_the_whole(
     assert difference(spread(case, method, ranks), eager(case)) <= BOUND
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     method=st.sampled_from(METHODS),
     ranks=st.integers(1, 5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -41,9 +41,7 @@ def test_every_written_rule_has_cases() -> None:
 @pytest.mark.parametrize("name", sorted(CASES))
 @settings(
     max_examples=3,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
     database=None,
 )
 @given(sizes=st.tuples(SIZES, SIZES, SIZES, SIZES))
