@@ -16,7 +16,6 @@ as their batches do.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.axis import in_memory
+from parcompiler.runtime.axis import in_memory, raw
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.files import Fingerprint
 from parcompiler.runtime.program import RankProgram
@@ -106,8 +105,8 @@ def difference_of_options(
     if other is None:
         return ""
     first = firsts[other]
-    texts = channels.gather_texts(json.dumps(options if program.rank in (first, other) else {}))
-    one, two = (json.loads(texts[rank]) for rank in (first, other))
+    told = channels.gather_values(dict(options) if program.rank in (first, other) else {})
+    one, two = told[first], told[other]
     name = next((n for n in {**one, **two} if one.get(n) != two.get(n)), "")
     return (
         f"ranks {first} and {other} would update the same parameters differently ({name} of the "
@@ -133,8 +132,8 @@ def check_exchanges(program: RankProgram, calls: Sequence[str], channels: Channe
     if not others:
         return
     pair = firsts[others[0]], others[0]
-    texts = channels.gather_texts(json.dumps([*calls] if program.rank in pair else []))
-    lists = zip_longest(*(json.loads(texts[rank]) for rank in pair), fillvalue="none")
+    told = channels.gather_values([*calls] if program.rank in pair else [])
+    lists = zip_longest(*(told[rank] for rank in pair), fillvalue="none")
     one, other = next((a, b) for a, b in lists if a != b)
     message = (
         f"ranks {pair[0]} and {pair[1]} would exchange in different orders within compiled layers "
@@ -153,8 +152,13 @@ def difference_of_weights(
     """
     if program.data == program.tensor == 1 and not program.tied:
         return ""
-    compared = [name for name in tensors if _is_compared(program, name)]
-    numbers = {name: digest_of(tensors[name]) for name in compared}
+    numbers = {
+        name: digest_of(copies)
+        for name, copies in tensors.items()
+        if program.data > 1
+        or (program.tensor > 1 and name not in program.pieces)
+        or name in program.ties
+    }
     sums = [
         combined((name, numbers.get(name)) for name in names) for names in _sets(program, numbers)
     ]
@@ -163,8 +167,8 @@ def difference_of_weights(
     k, first, other = next(pairs, (0, 0, 0))
     if first == other:
         return ""
-    texts = channels.gather_texts(json.dumps(numbers if program.rank in (first, other) else {}))
-    one, two = (json.loads(texts[rank]) for rank in (first, other))
+    told = channels.gather_values(numbers if program.rank in (first, other) else {})
+    one, two = told[first], told[other]
     names = [n for n in _sets(program, one | two)[k] if one.get(n) != two.get(n)]
     return (
         f"ranks {first} and {other} must hold the same weights, and do not ({len(names)} tensors "
@@ -177,9 +181,9 @@ def _sets(program: RankProgram, names: Iterable[str]) -> list[list[str]]:
     """The sets of names that `_pairs` numbers: all tensors but experts, those that every rank has
     whole, all tensors, and each tied one by itself."""
     ordered = sorted(names)
-    whole = [n for n in ordered if _is_whole(program, n)]
+    whole = [n for n in ordered if n not in program.pieces]
     everywhere = [n for n in ordered if n not in program.experts]
-    return [everywhere, whole, ordered, *([n] for n in _ties(program))]
+    return [everywhere, whole, ordered, *([n] for n in program.ties)]
 
 
 def _pairs(program: RankProgram) -> Iterator[tuple[int, int, int]]:
@@ -190,25 +194,9 @@ def _pairs(program: RankProgram) -> Iterator[tuple[int, int, int]]:
         yield 0, grid.rank(at.pipeline, 0, at.tensor), rank
         yield 1, grid.rank(at.pipeline), rank
         yield 2, grid.rank(at.pipeline, at.data % grid.expert, at.tensor), rank
-        for k, ranks in enumerate(_ties(program).values(), start=3):
+        for k, ranks in enumerate(program.ties.values(), start=3):
             if at.pipeline in ranks:
                 yield k, grid.rank(ranks[0], 0, at.tensor), rank
-
-
-def _ties(program: RankProgram) -> dict[str, tuple[int, ...]]:
-    """The pipeline coordinates that hold each tied tensor."""
-    return {tied.name: tied.ranks for tied in program.tied.values()}
-
-
-def _is_whole(program: RankProgram, name: str) -> bool:
-    """Whether each rank holds the whole of a tensor."""
-    return name not in program.pieces
-
-
-def _is_compared(program: RankProgram, name: str) -> bool:
-    """Whether other ranks must have the same values of a tensor."""
-    in_group = program.tensor > 1 and _is_whole(program, name)
-    return program.data > 1 or in_group or name in _ties(program)
 
 
 def combined(numbers: Iterable[tuple[str, int | str | None]]) -> int:
@@ -221,6 +209,6 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """A 60-bit digest of the bytes of some tensors, whatever their device and strides."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        raw = in_memory(tensor.detach().cpu())
-        digest.update((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
+        plain = in_memory(tensor.detach().cpu())
+        digest.update(raw(plain))
     return int(digest.hexdigest()[:15], 16)

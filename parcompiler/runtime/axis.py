@@ -11,6 +11,7 @@ tensors. Products that linear layers have deferred run beside the collectives of
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -217,6 +218,11 @@ class Axis:
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor contiguous in memory, with a lazy conjugation carried out."""
     return tensor.resolve_conj().contiguous()
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, valid while it lives."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -336,15 +336,15 @@ class Channels:
         dist.all_gather_single(rows, row, self._all)
         return [tuple(row) for row in rows.view(-1, len(numbers)).tolist()]
 
-    def gather_texts(self, text: str) -> list[str]:
-        """The texts of all ranks, on every rank. A collective of all ranks."""
-        data = list(text.encode())
+    def gather_values(self, value: Any) -> list[Any]:
+        """The value of each rank as JSON has it, by rank. A collective of all ranks."""
+        data = list(json.dumps(value).encode())
         lengths = [length for (length,) in self.gather_numbers(len(data))]
         whole = torch.zeros(sum(lengths), dtype=torch.uint8, device=self.device)
         parts = whole.split(lengths)
         parts[self._rank].copy_(torch.tensor(data, dtype=torch.uint8))
         self.total(whole)
-        return [bytes(part.tolist()).decode() for part in parts]
+        return [json.loads(bytes(part.tolist())) for part in parts]
 
     def collect(
         self, items: Sequence[tuple[Any, torch.Tensor]]
@@ -353,13 +353,12 @@ class Channels:
         on the CPU. Nothing on other ranks. A collective of all ranks."""
         own = [tensor.detach() for _, tensor in items]
         told = [[fact, [*t.shape], str(t.dtype).removeprefix("torch.")] for fact, t in items]
-        texts = self.gather_texts(json.dumps(told))
+        described = self.gather_values(told)
         for some in parcels([t.numel() * t.itemsize for t in own]) if self._rank else ():
             row = packed([own[k].to(self.device) for k in some])
             if row.numel():
                 self.send_now(row, 0)
-        for source, text in enumerate(() if self._rank else texts):
-            rows = json.loads(text)
+        for source, rows in enumerate(() if self._rank else described):
             kinds = [(shape, getattr(torch, name)) for _, shape, name in rows]
             tensors = self._parts(kinds, source) if source else (tensor.cpu() for tensor in own)
             yield from zip((fact for fact, *_ in rows), tensors, strict=True)

@@ -85,9 +85,13 @@ def sums(
 
 
 def request_of(folder: Path) -> dict[str, Any]:
-    """The request to the compiler that an export keeps; empty if there is none. Raises InputError
-    where it is no JSON."""
-    path = folder / REQUEST
+    """The request to the compiler that an export keeps, as `document` returns it."""
+    return document(folder / REQUEST)
+
+
+def document(path: Path) -> dict[str, Any]:
+    """The data of a JSON file of an export; empty if there is none. Raises InputError where it
+    cannot be read."""
     check_no_pipe(path)
     try:
         found = json.loads(path.read_bytes()) if path.exists() else {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -115,9 +116,9 @@ class Groups:
         self,
         wanted: Patterns | GroupOf | None,
         parameters: Mapping[str, nn.Parameter],
-        gather: Callable[[str], list[str]],
+        gather: Callable[[Any], list[Any]],
     ) -> None:
-        """`parameters` are the trained ones, whole or pieces. `gather` returns the texts of all
+        """`parameters` are the trained ones, whole or pieces. `gather` returns the values of all
         ranks. Raises InputError for groups of another form, and on every rank where no parameter of
         the model matches a pattern."""
         self.options: list[Mapping[str, Any]] = [{}]
@@ -139,7 +140,7 @@ class Groups:
             groups[0]["params"] = [torch.zeros(0, 0)]  # Muon takes matrices alone
         return groups
 
-    def _by_patterns(self, patterns: Patterns, gather: Callable[[str], list[str]]) -> None:
+    def _by_patterns(self, patterns: Patterns, gather: Callable[[Any], list[Any]]) -> None:
         pairs = [_pair(item) for item in patterns]
         self.options += [options for _, options in pairs]
         matched: set[int] = set()
@@ -148,7 +149,7 @@ class Groups:
                 if fnmatch.fnmatchcase(name, pattern):
                     self.number[name] = k
                     matched.add(k)
-        matched.update(k for text in gather(json.dumps([*matched])) for k in json.loads(text))
+        matched.update(*gather([*matched]))
         unmatched = [pattern for k, (pattern, _) in enumerate(pairs, start=1) if k not in matched]
         if unmatched:
             message = (
@@ -161,12 +162,11 @@ class Groups:
         self,
         function: GroupOf,
         parameters: Mapping[str, nn.Parameter],
-        gather: Callable[[str], list[str]],
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         chosen = {name: _text(function(name, p), name) for name, p in parameters.items()}
         known = {"{}": 0}
-        for text in sorted({t for texts in gather(json.dumps([*chosen.values()]))
-                            for t in json.loads(texts)} - {"{}"}):  # fmt: skip
+        for text in sorted({*chain(*gather([*chosen.values()]))} - {"{}"}):
             known[text] = len(self.options)
             self.options.append(json.loads(text))
         self.number = {name: known[text] for name, text in chosen.items()}

@@ -35,8 +35,8 @@ import torch
 
 from parcompiler.pieces import Shard, Span
 from parcompiler.runtime.axis import current
-from parcompiler.runtime.lookup import gradient_of, located
-from parcompiler.runtime.mixed_precision import widen
+from parcompiler.runtime.lookup import located
+from parcompiler.runtime.mixed_precision import gradient_of, widen
 from parcompiler.runtime.softmax import Softmax, column_of_rows, precision
 from parcompiler.runtime.vocabulary import Head, Vocabulary
 

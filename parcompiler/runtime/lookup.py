@@ -14,7 +14,7 @@ import torch
 
 from parcompiler.errors import InputError
 from parcompiler.pieces import Span
-from parcompiler.runtime.mixed_precision import wide_dtype
+from parcompiler.runtime.mixed_precision import gradient_of
 
 
 class Located(NamedTuple):
@@ -58,13 +58,6 @@ def embed_backward(
     summed, width = gradient_of(weight), weight.shape[1]
     gradient = torch.where(owned.unsqueeze(-1), gradient, 0).to(weight.dtype)
     summed.index_add_(0, at.rows.reshape(-1), gradient.reshape(-1, width).to(summed.dtype))
-
-
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter to add to, zeros if it has none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=wide_dtype(parameter))
-    return parameter.grad
 
 
 def check(numbers: torch.Tensor, size: int, subject: str, ignored: int | None = None) -> None:

@@ -10,14 +10,15 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parcompiler.errors import InputError, check_no_pipe
+from parcompiler.errors import InputError
 from parcompiler.instruction import COMPUTE
+from parcompiler.runtime.files import document
 from parcompiler.runtime.worker import Worker
 
 
@@ -61,7 +62,10 @@ class Metrics:
         rows = next((s.shape for s in integers if len(s.shape) == 2), (1, 1))
         self._unit = "tokens" if rows != (1, 1) else "samples"
         self._amount = program.samples_of_step * (rows[1] if self._unit == "tokens" else 1)
-        step = _report(worker.folder).get("step", {})
+        step: dict[str, float] = {}
+        with suppress(InputError):  # the report of an export is not needed
+            if worker.folder is not None:
+                step = document(worker.folder / "report.json").get("step", {})
         self._full = step.get("mfu", 0.0) * step.get("seconds", 0.0)  # s of a step at peak speed
 
     def before_step(self) -> None:
@@ -153,14 +157,3 @@ def _memory(device: torch.device) -> int:
         return 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def _report(folder: Path | None) -> dict[str, Any]:
-    """The report of an export; empty where there is none."""
-    try:
-        if folder:
-            check_no_pipe(folder / "report.json")
-        found = json.loads((folder / "report.json").read_bytes()) if folder else {}
-    except (OSError, ValueError):
-        found = {}
-    return found if isinstance(found, dict) else {}

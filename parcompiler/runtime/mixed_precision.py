@@ -90,6 +90,13 @@ def wide_dtype(parameter: torch.Tensor) -> torch.dtype:
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter to add to, zeros if it has none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=wide_dtype(parameter))
+    return parameter.grad
+
+
 class Masters:
     """The masters of trained `parameters` (by name) of dtype `narrow`.
 

@@ -169,6 +169,11 @@ class RankProgram:
         """Tensor names by the labels of sums of gradients, gathers and averages."""
         return {**self.buckets, **{label: (tied.name,) for label, tied in self.tied.items()}}
 
+    @cached_property
+    def ties(self) -> dict[str, tuple[int, ...]]:
+        """The pipeline coordinates that hold each tied tensor."""
+        return {tied.name: tied.ranks for tied in self.tied.values()}
+
     def own_experts(self, name: str) -> Span:
         """The piece of the experts that this rank has of a tensor."""
         return piece(self.experts[name], self.expert, self.coordinate.data % self.expert)
@@ -196,7 +201,7 @@ class RankProgram:
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
         grid = self.grid
-        ties = {tied.ranks for tied in self.tied.values()}
+        ties = {*self.ties.values()}
         places: set[tuple[int, ...]] = set()
         if self.data > 1:
             places |= {(position,) for position in range(grid.pipeline)}

@@ -22,6 +22,7 @@ from parcompiler.runtime.checkpoint.saving import check_keep
 from parcompiler.runtime.worker import Worker
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+AUTO = Path("auto")  # in place of a checkpoint: the newest of the run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep", type=positive, metavar="K", help="keep the newest K (all)")
     group.add_argument(
         "--resume",
-        type=_source,
+        type=path,
         metavar="auto|PATH",
         help="go on from a checkpoint, or the newest in a folder; auto: from the newest in DIR, "
         "or from the beginning where there is none",
@@ -53,7 +54,7 @@ def check(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None and options.save is None:
             message = f"--{name} needs --save DIR"
             raise InputError(message)
-    if options.resume == "auto" and options.save is None:
+    if options.resume == AUTO and options.save is None:
         message = "--resume auto needs --save DIR, whose newest checkpoint it takes"
         raise InputError(message)
 
@@ -117,7 +118,7 @@ class Run:
     def resume(self) -> None:
         """Load the checkpoint or weights that the options name."""
         source = self._options.resume
-        if source == "auto":
+        if source == AUTO:
             folder = self._options.save
             there = self._worker.rank == 0 and begun(folder)
             source = folder if self._worker.any_rank(there) else None
@@ -125,7 +126,7 @@ class Run:
             step = self._worker.load(source)
             self._saved = step
             if self._worker.rank == 0:
-                print(f"going on from step {step} of {find(Path(source))}", flush=True)
+                print(f"going on from step {step} of {find(source)}", flush=True)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -211,11 +212,6 @@ def path(text: str) -> Path:
         message = "is empty: write . for the current folder"
         raise argparse.ArgumentTypeError(message)
     return Path(text)
-
-
-def _source(text: str) -> str:
-    """What to go on from: auto, or a path."""
-    return str(path(text))
 
 
 def _integer(text: str, least: int, most: int | None = None) -> int:

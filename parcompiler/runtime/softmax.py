@@ -115,14 +115,6 @@ class Softmax:
         return m, powers.amax(1).reciprocal(), powers  # P' of the largest logit is 1 / sum'
 
 
-def sloped(function: Function, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An elementwise function of a block, and its derivative."""
-    result: Any = torch.func.vjp(function, block)
-    values, backward = result
-    (slope,) = backward(torch.ones_like(values))
-    return values, slope
-
-
 def precision(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the softmax of logits is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -134,7 +126,9 @@ def _logits(
     """The logits, in new memory or in that of the products, and their derivative."""
     if function is None:
         return block.to(precision(block.dtype)), None
-    values, slope = sloped(function, block)
+    made: Any = torch.func.vjp(function, block)
+    values, backward = made
+    (slope,) = backward(torch.ones_like(values))
     return values.to(precision(block.dtype)), slope
 
 

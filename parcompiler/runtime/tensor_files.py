@@ -11,7 +11,6 @@ have them read again for hashing.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import mmap
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from parcompiler.errors import InputError, check_no_pipe
-from parcompiler.runtime.axis import in_memory
+from parcompiler.runtime.axis import in_memory, raw
 from parcompiler.runtime.boxes import Box
 
 DTYPES = {
@@ -95,16 +94,16 @@ def write(
     text += b" " * (-len(text) % ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("xb") as file:
-        for raw in _raw(text, [tensors[name] for name in names]):
-            digest.update(raw)
-            file.write(raw)
+        for part in _parts(text, [tensors[name] for name in names]):
+            digest.update(part)
+            file.write(part)
         if durable:
             file.flush()
             os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _raw(header: bytes, tensors: Sequence[Described]) -> Iterator[bytes | memoryview]:
+def _parts(header: bytes, tensors: Sequence[Described]) -> Iterator[bytes | memoryview]:
     """The bytes of a file, one part after another."""
     yield len(header).to_bytes(8, "little") + header
     for item in tensors:
@@ -112,9 +111,7 @@ def _raw(header: bytes, tensors: Sequence[Described]) -> Iterator[bytes | memory
         if (tensor.dtype, tuple(tensor.shape)) != (item.dtype, item.shape):
             message = f"a tensor is {tensor.dtype} {tuple(tensor.shape)}, not as it was described"
             raise AssertionError(message)
-        if tensor.numel():
-            memory = (ctypes.c_char * item.size).from_address(tensor.data_ptr())
-            yield memoryview(memory)
+        yield raw(tensor)
 
 
 class File:
@@ -169,8 +166,8 @@ class File:
         # Pairs of 8-byte numbers are read as 16-byte ones; kernels crash where those are not
         # aligned.
         if begin % self.dtype(name).itemsize:
-            raw = bytearray(self._map[begin : begin + count * dtype.itemsize])
-            whole = torch.frombuffer(raw, dtype=dtype)
+            data = bytearray(self._map[begin : begin + count * dtype.itemsize])
+            whole = torch.frombuffer(data, dtype=dtype)
         else:
             whole = torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin)
         whole = whole.view(shape)
@@ -212,10 +209,10 @@ def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, file.whole(name)
 
 
-def _parsed(path: Path, raw: bytes) -> tuple[dict[str, Any], set[str]]:
+def _parsed(path: Path, text: bytes) -> tuple[dict[str, Any], set[str]]:
     """The entries of the header, without its metadata, and the names of complex128 tensors."""
     try:
-        header = json.loads(raw)
+        header = json.loads(text)
         metadata = header.pop("__metadata__", {})
         return header, set(json.loads(metadata.get(PAIRS, "[]")))
     except (ValueError, AttributeError, TypeError, RecursionError) as error:

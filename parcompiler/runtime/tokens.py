@@ -10,7 +10,6 @@ Beside `tokens.bin` stands `tokens.bin.json`: the dtype of its integers, and how
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from parcompiler.errors import InputError, check_no_pipe, path_of
+from parcompiler.runtime.axis import raw
 from parcompiler.runtime.program import RankProgram
 
 DTYPES = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
@@ -56,7 +56,7 @@ def write_tokens(
                 message = f"token {largest} of {path} is not below {below}"
                 raise InputError(message)
             data = piece.to(DTYPES[kind]).contiguous()
-            file.write(bytes((ctypes.c_char * data.nbytes).from_address(data.data_ptr())))
+            file.write(raw(data))
             count += len(data)
     described = {"dtype": kind, "tokens": count, "largest": largest, **facts}
     beside.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--lr", type=amount, default=1e-3, help="learning rate of AdamW (0.001)")
     group.add_argument(
-        "--warmup", type=natural, default=0, help=("steps in which the rate rises to --lr (0)")
+        "--warmup", type=natural, default=0, help="steps in which the rate rises to --lr (0)"
     )
     group.add_argument(
         "--decay", choices=("none", "cosine", "linear"), default="none",
@@ -42,18 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--weight-decay", type=amount,
-        help=(
-             "weight decay of parameters with two dimensions or more; without it AdamW's own, for "
-             "all"
-         ),
+        help="weight decay of parameters with two dimensions or more; without it AdamW's own, for "
+        "all",
     )  # fmt: skip
     group.add_argument("--max-norm", type=above_zero, help="clip the gradients to this norm")
     group.add_argument(
         "--labels", choices=LABELS, default="next",
-        help=(
-             "labels of a file of tokens: next, the tokens that follow, or same, for models that "
-             "shift them"
-         ),
+        help="labels of a file of tokens: next, the tokens that follow, or same, for models that "
+        "shift them",
     )  # fmt: skip
     group.add_argument(
         "--hold-out", type=amount, default=0.0, metavar="SHARE",
@@ -70,10 +66,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="report loss, speed, MFU, memory and more after every N-th step, instead of each loss",
     )  # fmt: skip
     group.add_argument(
-        "--metrics", type=path, metavar="FILE", help=("write them as lines of JSON, too")
+        "--metrics", type=path, metavar="FILE", help="write them as lines of JSON, too"
     )
     group.add_argument(
-        "--tensorboard", type=path, metavar="DIR", help=("write them for TensorBoard, too")
+        "--tensorboard", type=path, metavar="DIR", help="write them for TensorBoard, too"
     )
     group.add_argument(
         "--profile", metavar="FIRST-LAST",

@@ -121,11 +121,11 @@ class Updates:
         error_if_nonfinite: bool = False,
         elementwise: bool | None = None,
         groups: Patterns | GroupOf | None = None,
-        gather: Callable[[str], list[str]] = lambda text: [text],
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
     ) -> torch.optim.Optimizer:
         """Make the optimizer; every step clips the gradients to `max_norm` if there is one.
         `elementwise` says whether it works element by element (None: by its class); `gather`
-        returns the texts of all ranks, which agree on `groups`."""
+        returns the values of all ranks, which agree on `groups`."""
         check_kind(kind)
         if tables := sorted(self.trained().keys() & self._program.row_gradients.keys()):
             check_takes_rows(kind, tables, options)
@@ -385,8 +385,7 @@ def _counts(program: RankProgram, name: str, *, part: bool) -> bool:
         return False
     if name in program.rows:
         return True
-    ties = [tied.ranks for tied in program.tied.values() if tied.name == name]
-    first = all(at.pipeline == min(ranks) for ranks in ties)
+    first = at.pipeline == min(program.ties.get(name, (at.pipeline,)))
     return first and (at.tensor == 0 or name in program.shards)
 
 

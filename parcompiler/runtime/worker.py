@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -295,8 +294,8 @@ class Worker:
             if self._channels.is_first:
                 made = metrics(self._predictions.joined([outputs], count), batch)
                 numbers = {str(name): float(value) for name, value in made.items()}
-            texts = self._channels.gather_texts(json.dumps(numbers))
-        found = [numbers for text in texts if (numbers := json.loads(text))]
+            told = self._channels.gather_values(numbers)
+        found = [numbers for numbers in told if numbers]
         means = {n: sum(each[n] for each in found) / len(found) for n in (found or [{}])[0]}
         return {"loss": loss.item(), **means}
 
@@ -350,8 +349,7 @@ class Worker:
         except InputError as error:
             refusal = str(error)
         with self._failing_together("predict"):
-            texts = self._channels.gather_texts(json.dumps([count, digest, refusal]))
-        said = [json.loads(text) for text in texts]
+            said = self._channels.gather_values([count, digest, refusal])
         for rank, (_, _, text) in enumerate(said):
             if text:
                 raise InputError(text if rank == program.rank else f"rank {rank}: {text}")
@@ -429,7 +427,7 @@ class Worker:
         with agreeing or nullcontext():
             return self._updates.set_optimizer(
                 kind, max_norm, options, error_if_nonfinite=error_if_nonfinite,
-                elementwise=elementwise, groups=groups, gather=self._channels.gather_texts,
+                elementwise=elementwise, groups=groups, gather=self._channels.gather_values,
             )  # fmt: skip
 
     @contextmanager

@@ -43,7 +43,7 @@ from parcompiler.pieces import Span, dealt, piece
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.collective_queue import Arrival
-from parcompiler.runtime.mixed_precision import wide_dtype
+from parcompiler.runtime.mixed_precision import gradient_of
 from parcompiler.runtime.program import RankProgram
 
 ELEMENTWISE = frozenset(
@@ -134,8 +134,8 @@ class DataParts:
         self._users: Counter[str] = Counter()  # stages that need a parameter whole now
         self._arriving: list[tuple[set[str], Arrival]] = []
         self._ties = {
-            item.name: tuple(grid.rank(p, at.data, at.tensor) for p in item.ranks)
-            for item in program.tied.values()
+            name: tuple(grid.rank(p, at.data, at.tensor) for p in ranks)
+            for name, ranks in program.ties.items()
         }
         self.whole = self._served
         self._share_out()
@@ -467,9 +467,7 @@ class DataParts:
 
 def contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
     """The gradient of a tensor; zeros for a tied one without, as other ranks may have one."""
-    if tensor.grad is None:
-        tensor.grad = torch.zeros_like(tensor, dtype=wide_dtype(tensor))
-    tensor.grad = in_memory(tensor.grad)
+    tensor.grad = in_memory(gradient_of(tensor))
     return tensor.grad
 
 

@@ -571,13 +571,13 @@ def test_ranks_tell_each_other_names_once_and_then_a_few_numbers(
 ) -> None:
     texts: list[str] = []
     with worker(program) as one:
-        gather = one._channels.gather_texts
+        gather = one._channels.gather_values
 
-        def gathered(text: str) -> list[str]:
-            texts.append(text)
-            return gather(text)
+        def gathered(value: object) -> list[Any]:
+            texts.append(json.dumps(value))
+            return gather(value)
 
-        monkeypatch.setattr(one._channels, "gather_texts", gathered)
+        monkeypatch.setattr(one._channels, "gather_values", gathered)
         trained(one, 1)
         one.save(tmp_path)
         name = next(name for name, _ in one.named_parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,11 +87,6 @@ def extra_of(checkpoint: Checkpoint, name: str, program: RankProgram) -> Any:
         raise InputError(message)
     state = states[program.coordinate.data if len(states) > 1 else 0]
     return decoded(state, lambda digest: checkpoint.whole(f"extra/{digest}"))
-
-
-def names_of(checkpoint: Checkpoint) -> Collection[str]:
-    """The names of the model's state dict that a checkpoint has."""
-    return [key.partition("/")[2] for key in checkpoint.entries if key.startswith("model/")]
 
 
 def option(value: object, place: str) -> Any:

@@ -72,6 +72,12 @@ class Checkpoint:
         return int(self.facts["step"])
 
     @property
+    def names(self) -> list[str]:
+        """The names of the model's state dict that it has, sorted."""
+        found = (key.partition("/") for key in self.entries)
+        return sorted(name for kind, _, name in found if kind == "model")
+
+    @property
     def bytes_read(self) -> int:
         """Bytes copied out of its files so far."""
         return sum(file.count for file in self.files.values())

@@ -87,15 +87,12 @@ def opened(folder: Path) -> Pretrained:
         message = f"{folder} has no published weights: neither {FILE} nor {INDEX}"
         raise InputError(message)
     files = json_of(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict) or not all(map(_is_inside, files.values())):
+    if not isinstance(files, dict) or not all(
+        isinstance(name, str) and PurePosixPath(name).name == name for name in files.values()
+    ):
         message = f"{folder / INDEX} is damaged: it has no map of names to files of its folder"
         raise InputError(message)
     return Pretrained(folder, files)
-
-
-def _is_inside(name: object) -> bool:
-    """Whether a file lies in the folder that names it."""
-    return isinstance(name, str) and PurePosixPath(name).name == name
 
 
 class Place(NamedTuple):
@@ -199,9 +196,8 @@ class PublishedFiles:
     @classmethod
     def of(cls, checkpoint: Checkpoint, size: int, dtype: torch.dtype | None) -> PublishedFiles:
         """Files of about `size` bytes each."""
-        names = [key for key in sorted(checkpoint.entries) if key.startswith("model/")]
         groups, full = list[list[str]]([[]]), 0
-        for name in (key.removeprefix("model/") for key in names):
+        for name in checkpoint.names:
             count = cls(checkpoint, dtype, {})._described(name).size
             if groups[-1] and full + count > size:
                 groups.append([])
@@ -235,8 +231,11 @@ class PublishedFiles:
             total = sum(self._described(name).size for name in places)
             index = {"metadata": {"total_size": total}, "weight_map": places}
             write_bytes(folder / INDEX, json.dumps(index, indent=2).encode())
-        if config is not None:
-            _write_config(folder, config)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(str(folder))
+        elif config is not None:
+            (folder / CONFIG).unlink(missing_ok=True)
+            write_bytes(folder / CONFIG, json.dumps(dict(config), indent=2).encode())
         sync(folder)
 
     def _described(self, name: str) -> Described:
@@ -270,12 +269,3 @@ def configuration(config: Any) -> Any:
         )
         raise InputError(message)
     return config
-
-
-def _write_config(folder: Path, config: Any) -> None:
-    """Write `config.json`."""
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(str(folder))
-        return
-    (folder / CONFIG).unlink(missing_ok=True)
-    write_bytes(folder / CONFIG, json.dumps(dict(config), indent=2).encode())

@@ -31,7 +31,7 @@ from parcompiler.runtime.agreement import combined
 from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.runtime.checkpoint import pretrained as published
-from parcompiler.runtime.checkpoint.facts import extra_of, extra_state, merged, names_of
+from parcompiler.runtime.checkpoint.facts import extra_of, extra_state, merged
 from parcompiler.runtime.checkpoint.folder import FACTS, TENSORS, Checkpoint
 from parcompiler.runtime.checkpoint.layout import Part, base
 from parcompiler.runtime.checkpoint.state_dict import IncompatibleKeys, account_of, concluded
@@ -192,8 +192,7 @@ class Checkpoints:
             return checkpoint, restored, {x: extra_of(checkpoint, x, program) for x in extra}
 
         checkpoint, restored, states = self._on_rank(plan, what)
-        stored = dict.fromkeys(names_of(checkpoint))
-        self.conclude(stored, restored.faults, strict=True)
+        self.conclude(dict.fromkeys(checkpoint.names), restored.faults, strict=True)
         self._agreed(lambda: self._state.apply(checkpoint, restored, optimizer=optimizer), what)
         self.bytes_read = checkpoint.bytes_read
         others = ", ".join(checkpoint.facts["extra"].keys() - extra.keys())
@@ -276,7 +275,7 @@ class Checkpoints:
         rank's. A collective; raises InputError as `concluded` does."""
         names = self._state.names().values()
         account = account_of(names, stored, self._program.unsaved, faults)
-        return concluded(self._channels.gather_texts(account), stored, strict=strict)
+        return concluded(self._channels.gather_values(account), stored, strict=strict)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is written beside the steps. A collective; raises InputError
@@ -307,8 +306,7 @@ class Checkpoints:
         """The results of every rank's `work` (JSON-able), by rank. Raises InputError on all ranks
         when it fails on any."""
         fault, value = _tried(work)
-        text = json.dumps({"fault": fault, "value": value})
-        answers = [json.loads(answer) for answer in self._channels.gather_texts(text)]
+        answers = self._channels.gather_values({"fault": fault, "value": value})
         faults = {
             line: rank
             for rank, answer in reversed([*enumerate(answers)])
@@ -357,8 +355,7 @@ class Checkpoints:
 
     def _members(self) -> list[list[str]]:
         """The names of the parameters in each group of the optimizer, of all ranks."""
-        texts = self._channels.gather_texts(json.dumps(self._state.members()))
-        ranks = map(json.loads, texts)
+        ranks = self._channels.gather_values(self._state.members())
         return [[*dict.fromkeys(chain(*own))] for own in zip_longest(*ranks, fillvalue=())]
 
     def _first(self) -> Mapping[str, int]:
@@ -366,9 +363,8 @@ class Checkpoints:
         once."""
         if self._holders is None:
             grid, self._holders = self._program.grid, {}
-            texts = self._channels.gather_texts(json.dumps([*self._state.names()]))
-            for rank, text in enumerate(texts):
-                for name in json.loads(text):
+            for rank, names in enumerate(self._channels.gather_values([*self._state.names()])):
+                for name in names:
                     self._holders.setdefault(name, grid.coordinate(rank).pipeline)
         return self._holders
 
@@ -384,11 +380,10 @@ class Checkpoints:
         if not unlike:
             return {}
         compared = self._program.rank in unlike | {zeros[rank] for rank in unlike}
-        texts = self._channels.gather_texts(json.dumps(dict(digests) if compared else {}))
+        told = self._channels.gather_values(dict(digests) if compared else {})
         if self._program.rank not in unlike:
             return {}
-        of_zero = json.loads(texts[zeros[self._program.rank]])
-        return self._state.differing(digests, of_zero, first)
+        return self._state.differing(digests, told[zeros[self._program.rank]], first)
 
     def _write(self, writing: Writing) -> None:
         """Write the file of this rank, and beside it what rank 0 needs for the index."""

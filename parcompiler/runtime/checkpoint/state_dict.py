@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ def account_of(
     state: Mapping[str, object],
     unsaved: Collection[str] = (),
     faults: Sequence[str] = (),
-) -> str:
+) -> list[list[str]]:
     """A rank's account of a state dict: all names of each of its `tensors`, those of them that are
     missing, the `faults` that it met, and a digest of the names in the state dict.
 
@@ -52,20 +53,18 @@ def account_of(
         if saved and state.keys().isdisjoint(names):
             missing.append(saved[0])
     digest = hashlib.sha256(json.dumps(sorted(map(str, state))).encode()).hexdigest()
-    return json.dumps([known, missing, list(faults), [digest]])
+    return [known, missing, list(faults), [digest]]
 
 
 def concluded(
-    accounts: Iterable[str], state: Mapping[str, object], *, strict: bool
+    accounts: Iterable[list[list[str]]], state: Mapping[str, object], *, strict: bool
 ) -> IncompatibleKeys:
     """The names that are missing and unexpected, from the accounts of all ranks.
 
     Raises InputError when any rank met a fault and, if `strict`, when there are such names.
     """
-    columns = zip(*map(json.loads, accounts), strict=True)
-    known, missing, faults, digests = (
-        dict.fromkeys(entry for row in column for entry in row) for column in columns
-    )
+    columns = zip(*accounts, strict=True)
+    known, missing, faults, digests = (dict.fromkeys(chain(*column)) for column in columns)
     keys = IncompatibleKeys([*missing], [name for name in state if name not in known])
     reasons = [*faults]
     if strict and not reasons:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import base64
-import ctypes
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from parcompiler.errors import InputError, shown
-from parcompiler.runtime.axis import in_memory
+from parcompiler.runtime.axis import in_memory, raw
 
 
 def encoded(value: object, tensors: dict[str, torch.Tensor], place: str = "the state") -> Any:
@@ -79,7 +78,7 @@ _MARKS = frozenset(("bytes", "tensor", "tuple", "dict"))
 def _kept(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
     """Store a tensor under a digest of its contents, equal ones once. Returns the digest."""
     own = in_memory(tensor.detach().cpu()).clone()
-    raw = ctypes.string_at(own.data_ptr(), own.nbytes) if own.numel() else b""
-    digest = hashlib.sha256(f"{own.dtype} {tuple(own.shape)}".encode() + raw).hexdigest()[:32]
+    described = f"{own.dtype} {tuple(own.shape)}".encode()
+    digest = hashlib.sha256(described + raw(own)).hexdigest()[:32]
     tensors[digest] = own
     return digest

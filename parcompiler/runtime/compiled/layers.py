@@ -117,7 +117,9 @@ class CompiledLayer:
             return type(self.layer).forward(self.layer, *arguments)
         assert template.function is not None
         inputs = [
-            x if x.stride() == form.stride else _restrided(x, form)
+            x
+            if x.stride() == form.stride
+            else torch.empty_strided(x.shape, form.stride, dtype=x.dtype, device=x.device).copy_(x)
             for x, form in zip(arguments, template.arguments, strict=True)
         ]
         tensors = self.tensors()
@@ -264,19 +266,14 @@ def key_of(
     surroundings: Surroundings,
 ) -> str:
     """The key of a template: a digest of text, forms of inputs, and groups."""
-    groups = [(g.name, g.size, g.rank) for g in surroundings.axes]
-    if not text_exchanges(text := text_of(layer)):
+    text, groups = text_of(layer), [(g.name, g.size, g.rank) for g in surroundings.axes]
+    if "runtime." not in text:  # it neither exchanges nor asks for its rank
         groups = []  # so that all ranks have one
     facts = [
         *map(TensorForm.of, arguments), len(arguments), *map(TensorForm.of, tensors),
         surroundings.device, surroundings.training, surroundings.split, groups, torch.__version__,
     ]  # fmt: skip
     return hashlib.sha256(f"{text}\n{facts}".encode()).hexdigest()
-
-
-def text_exchanges(text: str) -> bool:
-    """Whether a layer exchanges anything with other ranks, or depends on which rank it is on."""
-    return "runtime." in text
 
 
 def refuse(template: Template, error: Exception) -> NoReturn:
@@ -306,8 +303,3 @@ def _without_data(stage: Stage, device: torch.device) -> dict[str, torch.Tensor]
         tensor = getattr(owner, leaf)
         named[path] = made.setdefault(id(tensor), TensorForm.of(tensor).empty(device))
     return named
-
-
-def _restrided(x: torch.Tensor, form: TensorForm) -> torch.Tensor:
-    """A copy that lies in memory as a compiled function expects it."""
-    return torch.empty_strided(form.shape, form.stride, dtype=x.dtype, device=x.device).copy_(x)

@@ -94,7 +94,7 @@ class Trace:
     def draw(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """The extra input that a random operator draws, by the forms of its operands alone."""
         if self.given is not None:
-            return self.extra(_nothing, args[0])[0]
+            return self.extra(lambda _: (), args[0])[0]  # which nothing calls
         leaves, structure = pytree.tree_flatten((args, kwargs))
         forms = [
             partial(TensorForm.of(leaf)._replace(carries=False).empty, leaf.device)
@@ -168,8 +168,3 @@ def _leaves_alone(func: Any, args: Any, kwargs: Any) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     values = dict(zip(names, args, strict=False)) | kwargs
     return "dropout_p" in names and not values.get("dropout_p", 0.0)
-
-
-def _nothing(_: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Placeholder for `make` in later traces, which never call it."""
-    return ()
