@@ -186,7 +186,7 @@ def compile_command(
     "--compiled", is_flag=True, help="Prove it with layers through torch.compile's compiler."
 )
 @click.option(
-    "--full", is_flag=True, help=("Compare a large step in float64 at its full sizes, too.")
+    "--full", is_flag=True, help="Compare a large step in float64 at its full sizes, too."
 )
 @click.option(
     "--on", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,

@@ -29,15 +29,25 @@ CLASSIFIES_ROWS = "ForSequenceClassification"
 
 
 def build(
-    path: Path, sequence: int | None, rows: int | None, *, real: bool = False
+    path: Path,
+    sequence: int | None,
+    rows: int | None,
+    *,
+    data: dict[str, Any] | None = None,
+    real: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of `config.json`, or of the folder it is in, with inputs of zeros; with values on
-    the CPU if `real`.
+    the CPU if `real`. `data` is what a checkpoint has of the file, in place of it.
 
     Raises InputError for a file that is no configuration, and for a model that is no language
     model: its inputs must come from the user.
     """
-    return made(read(path), path, sequence, rows, real=real)
+    data = read(path) if data is None else data
+    _check_fields(data, path, "")
+    with silent():
+        config = _config(data, path)
+        model = _model(config, data, path, "cpu" if real else "meta")
+    return model, _inputs(model, config, sequence, rows or 1)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -54,22 +64,6 @@ def read(path: Path) -> dict[str, Any]:
         message = f"{path} is no configuration of transformers: it has no 'model_type'"
         raise InputError(message)
     return data
-
-
-def made(
-    data: dict[str, Any],
-    path: Path,
-    sequence: int | None,
-    rows: int | None,
-    *,
-    real: bool = False,
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a configuration that was read from `path`, with inputs. Raises InputError."""
-    _check_fields(data, path, "")
-    with silent():
-        config = _config(data, path)
-        model = _model(config, data, path, "cpu" if real else "meta")
-    return model, _inputs(model, config, sequence, rows or 1)
 
 
 def _check_fields(data: dict[str, Any], path: Path, prefix: str) -> None:

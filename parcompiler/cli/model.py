@@ -1,8 +1,8 @@
 """MODEL of the command line -> a module, its inputs, and the loss of its outputs.
 
-package.module:factory      imported, with the current folder on the path path/to/file.py:factory
-imported from the file, with its folder on the path hf:path/to/config.json      a configuration of
-transformers, on the meta device
+package.module:factory      imported, with the current folder on the path
+path/to/file.py:factory     imported from the file, with its folder on the path
+hf:path/to/config.json      a configuration of transformers, on the meta device
 """
 
 from __future__ import annotations

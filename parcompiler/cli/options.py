@@ -120,16 +120,12 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
      "figures of another (pc.Device). Or one for each pipeline coordinate, such as "
      "h100,h100,l40s. Default: cpu."),
     ("--microbatches", COUNT,
-     (
      "Micro-batches of a step on each data rank. More of them keep a pipeline busier. Default: 4 "
      "for each pipeline rank. With --mesh auto: those of all data ranks together, by default 4 "
-     "for each device."
- )),
+     "for each device."),
     ("--microbatch", words.ROWS,
-     (
      "With --mesh auto: also try micro-batches of these numbers of rows, where a step keeps its "
-     "rows; auto: 1, 2, 4, 8 and so on. Default: given, the rows of the model's inputs."
- )),
+     "rows; auto: 1, 2, 4, 8 and so on. Default: given, the rows of the model's inputs."),
     ("--schedule", words.listed("NAME|FILE", words.SCHEDULES),
      f"{', '.join(words.SCHEDULES)}; or a CSV of torch.distributed.pipelining. "
      "auto is the fastest that fits, search finds an order for this model."),
@@ -159,30 +155,22 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--average-every", COUNT,
      "With --updates local: steps from one average to the next. Default: 16."),
     ("--outer", words.listed("NAME", words.OUTER),
-     (
      "With --updates local: the optimizer that takes each average as a step. Default: nesterov, "
-     "with a learning rate of 0.7 and a momentum of 0.9."
- )),
+     "with a learning rate of 0.7 and a momentum of 0.9."),
     ("--compression", words.listed("NAME", words.COMPRESSIONS),
-     (
      "Compression of gradients between data ranks: bf16, fp16, or powersgd (two factors for each "
-     "matrix, with error feedback). Default: none."
- )),
+     "matrix, with error feedback). Default: none."),
     ("--compression-rank", COUNT,
      "Rank of the factors of --compression powersgd. Default: 4."),
     ("--shard", words.PIN,
-     (
      "Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' splits along dimension 0, R "
-     "keeps whole. May be repeated; the compiler decides the rest."
- )),
+     "keeps whole. May be repeated; the compiler decides the rest."),
     ("--precision", words.listed("NAME", words.PRECISIONS),
      "fp32, fp64, or bf16 and fp16 with masters in float32. Default: the model's "
      "own."),
     ("--exact", bool,
-     (
      "Keep the model's own operators, also where attention has a kernel that differs by rounding "
-     "alone."
- )),
+     "alone."),
     ("--loss-weights", words.listed("WORD", words.LOSS_WEIGHTS),
      "tokens: the loss of a step is the mean over all targets that count in its "
      "micro-batches and data ranks. Default: the mean of the micro-batches' means."),
@@ -191,21 +179,17 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
      "measured (each distinct block, the passes of a spread vocabulary and what tensor "
      "ranks exchange are run on this machine). Default: model."),
     ("--optimizer", words.listed("NAME", words.OPTIMIZERS),
-     (
      f"The optimizer whose states count in the memory of a plan: {', '.join(words.OPTIMIZERS)}. "
-     "Default: adamw."
- )),
+     "Default: adamw."),
     ("--memory-margin", Real(0, 1, max_open=True),
      "Part of each device's memory that plans keep free, such as 0.05. Default: 0."),
     ("--plan", PATH,
      "Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
      "an exported folder. Options besides it must agree with it."),
     ("--checkpoint", PATH,
-     (
      "Compile what this checkpoint's run was compiled from (a folder: its newest) for another "
      "mesh, with as many samples in a step. Options given here replace those of the run; MODEL is "
-     "needed where Python makes the model."
- )),
+     "needed where Python makes the model."),
     ("--sequence", COUNT,
      "Tokens in a row of a micro-batch, for hf: models. Default: the longest of "
      "the model, at most 2048."),

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,9 @@ def writing(path: Path) -> Iterator[None]:
         raise InputError(message) from error
 
 
-@contextmanager
-def result_only() -> Iterator[None]:
+def result_only() -> AbstractContextManager[object]:
     """Redirect prints of a model, while it is made or captured, to standard error."""
-    with redirect_stdout(sys.stderr):
-        yield
+    return redirect_stdout(sys.stderr)
 
 
 def show(text: str) -> None:

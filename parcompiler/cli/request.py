@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from parcompiler.program import Program
     from parcompiler.request import Request
     from parcompiler.runtime.checkpoint.folder import Checkpoint
-    from parcompiler.schedules import Schedule
 
 
 def compiled(
@@ -59,6 +58,7 @@ def compiled(
     from parcompiler.options import Options
     from parcompiler.progress import Progress
     from parcompiler.request import check_fits
+    from parcompiler.schedules import Schedule
 
     saved = None if checkpoint is None else _saved(checkpoint)
     if model is not None:
@@ -82,7 +82,9 @@ def compiled(
         place = Cluster(nodes or 1, each, cast("Any", kind))  # refuses several
     else:
         place = _mesh(mesh, device, plan)
-    decisions |= {"schedule": _schedule(schedule), "sharding": dict(pins) or None}
+    is_file = schedule is not None and Path(schedule).suffix == ".csv"
+    decisions["schedule"] = Schedule.from_csv(cast("str", schedule)) if is_file else schedule
+    decisions["sharding"] = dict(pins) or None
     if decisions["zero"] in ZERO[1:]:
         decisions["zero"] = int(decisions["zero"])
     arguments = {name: value for name, value in decisions.items() if value is not None}
@@ -161,12 +163,12 @@ def _configured(
 ) -> tuple[Any, Any]:
     """The model of the given configuration, or else of the checkpoint's, with inputs of the sizes
     in the checkpoint's program."""
-    from parcompiler.cli.huggingface import made, read
+    from parcompiler.cli.huggingface import build
 
     path = Path((model or saved.model or "").removeprefix(HF))
-    data = dict(saved.configuration or {}) if model is None else read(path)
+    data = dict(saved.configuration or {}) if model is None else None
     shape = saved.inputs.get("input_ids", (None, [1, None]))[1]
-    return made(data, path, sequence or shape[1], rows or shape[0], real=real)
+    return build(path, sequence or shape[1], rows or shape[0], data=data, real=real)
 
 
 def _samples(inputs: Any) -> int:
@@ -200,8 +202,7 @@ def _mesh(degrees: dict[str, int] | None, device: str | None, plan: Plan | None)
 
     if degrees is None:
         assert plan is not None, "one of both is asked for"
-        shape = plan.mesh
-        degrees = {axis: getattr(shape, axis) for axis in AXES}
+        degrees = {axis: getattr(plan.mesh, axis) for axis in AXES}
     if device is None:
         known = "cpu" if plan is None else plan.mesh.device
         device = known if isinstance(known, str) else ",".join(known)
@@ -219,12 +220,3 @@ def _devices(text: str) -> Any:
     if text.lower() in names() or not (path.suffix == ".json" or os.path.isfile(text)):
         return text
     return Device.load(path)
-
-
-def _schedule(name: str | None) -> str | Schedule | None:
-    """A schedule by its name, or from a CSV file."""
-    from parcompiler.schedules import SCHEDULES, Schedule
-
-    if name is None or name in SCHEDULES or not (Path(name).suffix == ".csv"):
-        return name
-    return Schedule.from_csv(name)

@@ -26,7 +26,7 @@ import click
 
 from parcompiler.cli import options, output, words
 from parcompiler.cli.commands import MODEL_FORMS
-from parcompiler.cli.output import DONE, Settings
+from parcompiler.cli.output import DONE, INTERRUPTED, Settings
 from parcompiler.cli.request import compiled, opened, source
 from parcompiler.cli.words import HF
 from parcompiler.errors import InputError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 PATIENCE = 1800.0  # s that ranks wait for the first one to compile
 GRACE = 60.0  # s that ranks get to end after another has failed
-INTERRUPTED = 130
 
 
 @click.command("train", epilog=MODEL_FORMS, short_help="Train on a text, on this machine's ranks.")
