@@ -12,7 +12,6 @@ on which the busiest rank loses much time and double a cheap one are tried first
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from parcompiler.cost.roofline import operation_seconds
 from parcompiler.device import Device
 from parcompiler.errors import ParcompilerError
 from parcompiler.instruction import BUCKETED, COMPUTE, GROUP, MESSAGES, SHARDING, Kind
-from parcompiler.lower import Lowered, lower
+from parcompiler.lower import Lowered
 from parcompiler.mesh import AXES, Mesh
 from parcompiler.naming.source import frames
 from parcompiler.passes import DEFAULT
@@ -39,7 +38,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.passes.zero import share_of
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
-from parcompiler.prices import simulated
+from parcompiler.prices import lowered_step
 from parcompiler.problem import LEVELS, Problem
 from parcompiler.report.data import NamedTime, OptionGain, SourceLine
 from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES, stages_per_rank
@@ -298,10 +297,11 @@ def other_mesh(
     short = rows >= LONG and rows % 2 == 0 and bool(plan.recompute or plan.selective)
     neighbours = _neighbours(mesh, plan.microbatches, parts, seconds, context=short)
     for other, count in itertools.islice(neighbours, TRIED):
-        named = dataclasses.replace(options, microbatches=count)
+        named = replace(options, microbatches=count)
         try:
             trial = on_axes(problem.anew(mesh=other, options=named, explain=False))
-            step = _step(trial, decide(trial, DEFAULT))
+            found = decide(trial, DEFAULT)
+            step = lowered_step(local(trial, found), found)
         except ParcompilerError:
             continue  # it does not fit, or has more stages than the model has blocks
         if seconds / step - 1 > WORTH:
@@ -327,15 +327,7 @@ def _neighbours(
         half, odd = divmod(getattr(mesh, less), 2)
         if odd:
             continue
-        other = dataclasses.replace(mesh, **{less: half, more: 2 * getattr(mesh, more)})
+        other = replace(mesh, **{less: half, more: 2 * getattr(mesh, more)})
         count, rest = divmod(microbatches * mesh.data, other.data)
         if count and not rest:
             yield other, count
-
-
-def _step(problem: Problem, plan: Plan) -> float:
-    """The simulated seconds of a step."""
-    assert plan.granularity is not None, "the passes decide it"
-    rank_problem = local(problem, plan)
-    lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
-    return simulated(rank_problem, plan, lowered).step_time
