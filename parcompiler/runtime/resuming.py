@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -173,19 +173,28 @@ class Run:
         self._saved = self._worker.step_count
 
 
-def positive(text: str) -> int:
-    """A number of the command line, from 1 on."""
-    return _integer(text, 1)
+def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A reader of integers of the command line within bounds."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError as error:
+            message = f"must be an integer ({text!r} given)"
+            raise argparse.ArgumentTypeError(message) from error
+        if number < least:
+            message = f"must be at least {least} ({text!r} given)"
+            raise argparse.ArgumentTypeError(message)
+        if most is not None and number > most:
+            message = f"must be at most {most} ({text!r} given)"
+            raise argparse.ArgumentTypeError(message)
+        return number
+
+    return read
 
 
-def natural(text: str) -> int:
-    """A number of the command line, from 0 on."""
-    return _integer(text, 0)
-
-
-def seed(text: str) -> int:
-    """A seed of the command line that torch takes."""
-    return _integer(text, 0, 2**63 - 1)
+positive, natural = _integer(1), _integer(0)
+seed = _integer(0, 2**63 - 1)  # that torch takes
 
 
 def amount(text: str) -> float:
@@ -212,22 +221,6 @@ def path(text: str) -> Path:
         message = "is empty: write . for the current folder"
         raise argparse.ArgumentTypeError(message)
     return Path(text)
-
-
-def _integer(text: str, least: int, most: int | None = None) -> int:
-    """An integer of the command line within bounds."""
-    try:
-        number = int(text)
-    except ValueError as error:
-        message = f"must be an integer ({text!r} given)"
-        raise argparse.ArgumentTypeError(message) from error
-    if number < least:
-        message = f"must be at least {least} ({text!r} given)"
-        raise argparse.ArgumentTypeError(message)
-    if most is not None and number > most:
-        message = f"must be at most {most} ({text!r} given)"
-        raise argparse.ArgumentTypeError(message)
-    return number
 
 
 def _real(text: str) -> float:

@@ -166,6 +166,11 @@ def compiled(template: Template) -> Function:
     return function  # type: ignore[no-any-return]
 
 
+def _written_format(form: torch.memory_format) -> Any:
+    """Pickle a memory format as its name."""
+    return str, (str(form),)
+
+
 @contextmanager
 def _keys_of_all_processes() -> Iterator[None]:
     """In this context, equal graphs have equal keys in the cache of the compiler, in every process.
@@ -173,7 +178,7 @@ def _keys_of_all_processes() -> Iterator[None]:
     Keys are hashes of pickles, and pickle finds a memory format in the first module with the name
     torch in it: in whatever module of the user imported torch first.
     """
-    copyreg.pickle(torch.memory_format, lambda form: (str, (str(form),)))
+    copyreg.pickle(torch.memory_format, _written_format)
     try:
         yield
     finally:

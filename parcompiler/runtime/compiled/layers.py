@@ -82,7 +82,9 @@ class Template:
     def __str__(self) -> str:
         """Its class and file, for people."""
         kind = type(self.layer)
-        return f"{kind.__name__} of {shown_file(kind.forward.__code__.co_filename)}"
+        file = kind.forward.__code__.co_filename.replace("\\", "/").rpartition("/")[2]
+        file = file.removeprefix("<parcompiler ").rstrip(">")  # of one in memory
+        return f"{kind.__name__} of {file}"
 
     def fits(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Whether the function takes these arguments, strides aside."""
@@ -288,11 +290,6 @@ def refuse(template: Template, error: Exception) -> NoReturn:
         f"{where} cannot be compiled ({type(error).__name__}: {reason}): run without compiled=True"
     )
     raise LaunchError(message) from error
-
-
-def shown_file(path: str) -> str:
-    """The name of an emitted file: it may be one in memory."""
-    return path.replace("\\", "/").rpartition("/")[2].removeprefix("<parcompiler ").rstrip(">")
 
 
 def _without_data(stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
