@@ -31,8 +31,8 @@ from parcompiler.problem import Problem
 from parcompiler.runtime import Stage
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.deferred import Deferral, finish
-from parcompiler.runtime.script import random_batch
-from parcompiler.runtime.state import tensors_of
+from parcompiler.runtime.state import share_tensors
+from parcompiler.verification.batches import random_batch
 
 Model = tuple[nn.Module, Mapping[str, torch.Tensor]]
 COLUMNS = (
@@ -88,10 +88,10 @@ def emitted(graph: Graph, schedule: str) -> tuple[Stage, dict[str, torch.Tensor]
     plan = Plan(graph.name, "", Shape(), 1, schedule=schedule, granularity=1, stages=stages)
     lowered = lower(graph, plan, parts)
     stage = stage_classes(lowered, 0, "cpu")[0]()
-    for name, tensor in tensors_of({0: stage}).items():
+    for name, tensor in share_tensors({0: stage}).items():
         tensor.detach().copy_(graph.tensors[name])
     program = rank_program(lowered, 0, "cpu")
-    (piece,) = microbatches(program, random_batch(program, torch.Generator().manual_seed(0)))
+    (piece,) = microbatches(program, program.in_form(random_batch(graph, 1, seed=0)))
     return stage, piece
 
 

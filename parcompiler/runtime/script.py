@@ -142,16 +142,16 @@ def _batches(worker: Worker, data: Path | None) -> Iterator[object]:
         yield program.in_form({spec.key: _joined(program, spec, one) for spec, one in columns})
 
 
-def random_batch(program: RankProgram, generator: torch.Generator) -> object:
-    """A batch of normal floats and of integers below the bounds that the model sets."""
-    specs, count = program.inputs.values(), program.microbatches
-    return program.in_form({spec.key: _random(spec, count, 1, generator) for spec in specs})
-
-
 def _random_sample(program: RankProgram, spec: Input, generator: torch.Generator) -> torch.Tensor:
-    """One sample's part of an input; the whole of one that the rows of a micro-batch share."""
-    parts = program.samples if program.rows_of_sample(spec) else 1
-    return _random(spec, 1, parts, generator)
+    """One sample's part of an input, of normal floats or of integers below the bound that the model
+    sets; the whole of one that the rows of a micro-batch share."""
+    rows = program.rows_of_sample(spec)
+    shape = (rows, *spec.shape[1:]) if rows else spec.shape
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        kind = torch.complex128 if spec.dtype.is_complex else torch.float64
+        return torch.randn(shape, generator=generator, dtype=kind).to(spec.dtype)
+    high = 2 if spec.high is None else spec.high
+    return torch.randint(0, high, shape, generator=generator).to(spec.dtype)
 
 
 def _joined(program: RankProgram, spec: Input, column: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -209,13 +209,3 @@ def _rows_of_samples(
             )
             raise InputError(message)
     return rows
-
-
-def _random(spec: Input, times: int, parts: int, generator: torch.Generator) -> torch.Tensor:
-    """One input for `times` micro-batches, or for one of the `parts` of a micro-batch."""
-    shape = (spec.shape[0] * times // parts, *spec.shape[1:]) if spec.shape else ()
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        kind = torch.complex128 if spec.dtype.is_complex else torch.float64
-        return torch.randn(shape, generator=generator, dtype=kind).to(spec.dtype)
-    high = 2 if spec.high is None else spec.high
-    return torch.randint(0, high, shape, generator=generator).to(spec.dtype)

@@ -115,14 +115,13 @@ def _parts(header: bytes, tensors: Sequence[Described]) -> Iterator[bytes | memo
 
 
 class File:
-    """An open safetensors file. `count` are the bytes that were copied out of it.
+    """An open safetensors file.
 
     Raises InputError when it cannot be read, is no such file, or is cut short.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.count = 0
         check_no_pipe(path)
         try:
             with path.open("rb") as file:
@@ -174,7 +173,6 @@ class File:
         if name in self._pairs:
             whole = torch.view_as_complex(whole)
         target.copy_(box.of(whole))
-        self.count += box.count * whole.element_size()
 
     def _checked(
         self, name: str, entry: Any, start: int, size: int

@@ -56,12 +56,6 @@ class Versions:
                 parameter.data = parameter.data.clone()
         step()
 
-    def count(self, j: int) -> int:
-        """The number of versions of the weights of stage `j` in memory, the current one
-        included."""
-        older = {id(version) for (stage, _), version in self._used.items() if stage == j}
-        return len(older - {id(self._current.get(j))}) + 1
-
 
 def _version(stage: Stage) -> Version:
     """Leaves that share the memory of the parameters.

@@ -201,23 +201,20 @@ def _as_compiled(program: Compiled, seed: int, steps: Progress, ranks: Ranks) ->
 
 
 def _notes(program: Compiled, trial: Trial) -> str:
-    """The error of compressed gradients, and buffers that each data rank updates by itself."""
-    error = trial.reference.compression_error
-    packed = "" if error is None else f"compressed gradients are {error:.1e} from whole ones"
-    return "; ".join(filter(None, (packed, _note_on_buffers(program))))
-
-
-def _note_on_buffers(program: Compiled) -> str:
-    """The note on buffers that each data rank updates by its own micro-batches only."""
+    """The error of compressed gradients, and the buffers that each data rank updates by its own
+    micro-batches only."""
+    error, notes = trial.reference.compression_error, []
+    if error is not None:
+        notes.append(f"compressed gradients are {error:.1e} from whole ones")
     graph, ranks = program.problem.graph, program.lowered.grid.batches
     names = [repr(parameter.name) for parameter in graph.parameters if parameter.mutated]
-    if ranks == 1 or not names or is_synchronized(graph.fx_graph):
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"forwards update {', '.join(names[:3])}{more}: each of the {ranks} data "
-        "ranks does by its own micro-batches, and those of the first are compared"
-    )
+    if ranks > 1 and names and not is_synchronized(graph.fx_graph):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        notes.append(
+            f"forwards update {', '.join(names[:3])}{more}: each of the {ranks} data "
+            "ranks does by its own micro-batches, and those of the first are compared"
+        )
+    return "; ".join(notes)
 
 
 def _lifted(program: Compiled, seed: int, folder: str, ranks: Ranks) -> Trial:

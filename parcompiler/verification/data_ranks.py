@@ -134,20 +134,15 @@ class DataRanks:
         self, batch: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[list[Gradients]]]:
         """The losses of all micro-batches, and each data rank's summand of the gradient of their
-        mean: in one group, or in a group for each micro-batch where each is summed by itself. Every
-        data rank begins with the model's buffers; those of the first rank remain."""
+        mean: in one group, or in a group for each micro-batch where each is summed by itself."""
         original, each = self._original, self._lowered.microbatches
-        losses, before = list[torch.Tensor](), original.updated()
-        size, first = 1 if self._lowered.zero > 1 else each, before
+        losses, size = list[torch.Tensor](), 1 if self._lowered.zero > 1 else each
         groups: list[list[Gradients]] = [[] for _ in range(0, each, size)]
-        for r in range(self._lowered.data):
-            original.begin(before)
+        for r in original.in_turn(self._lowered.data):
             for k, group in enumerate(groups):
                 numbers = range(r * each + k * size, r * each + (k + 1) * size)
                 losses += original.backward(batch, numbers, each * self._lowered.data)
                 group.append(original.take_gradients())
-            first = original.updated() if r == 0 else first
-        original.set_values(first)
         return losses, groups
 
     def packed(self, groups: Sequence[Sequence[Gradients]]) -> Gradients:

@@ -45,9 +45,8 @@ class Job:
     `optimizer` is the name of one in torch.optim, with its `options`. `draws` are, for each stage,
     the numbers of its random operators' draws; None leaves the RNG alone. `patience` is the time
     limit in seconds. `scale` is the loss scale of a float16 program, `max_norm` the limit for
-    clipping gradients. `compiled`: layers are compiled. `predict` is a batch whose outputs are
-    predicted before the first step; data ranks share its rows. `device` is "cpu", or "cuda" for
-    this machine's GPUs, which ranks share if there are fewer.
+    clipping gradients. `compiled`: layers are compiled. `device` is "cpu", or "cuda" for this
+    machine's GPUs, which ranks share if there are fewer.
     """
 
     program: str
@@ -59,7 +58,6 @@ class Job:
     patience: float = PATIENCE
     scale: float | None = None
     max_norm: float | None = None
-    predict: Mapping[str, torch.Tensor] | None = None
     compiled: bool = False
     device: str = "cpu"
 
@@ -81,7 +79,6 @@ class Outcome:
     compression_error: float | None = None
     norms: torch.Tensor | None = None
     arrivals: torch.Tensor | None = None
-    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> torch.Tensor:
@@ -116,9 +113,6 @@ class Pool:
                 write(Path(folder) / f"batch_{number}.safetensors", tensors)
             fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
             fields["batches"] = [f"{folder}/batch_{k}.safetensors" for k in range(len(job.batches))]
-            if job.predict is not None:
-                fields["predict"] = f"{folder}/predict.safetensors"
-                write(Path(fields["predict"]), job.predict)
             fields |= {"options": dict(job.options), "store": f"{folder}/store", "out": folder}
             messages = [{**fields, "rank": rank, "size": size} for rank in range(size)]
             self.ask(messages, job.patience)
@@ -126,19 +120,10 @@ class Pool:
                 dict(read(Path(folder) / f"{name}.safetensors"))
                 for name in ("losses", "gradients", "state")
             )
-            predicted = Path(folder) / "outputs.safetensors"
-            outputs = dict(read(predicted)) if predicted.exists() else {}
-            scale, norms = float(numbers["scale"]), numbers["norms"]
-            arrivals = numbers.get("arrivals")
             return Outcome(
-                numbers["losses"],
-                gradients,
-                state,
-                scale,
-                norms=norms,
-                arrivals=arrivals,
-                outputs=outputs,
-            )
+                numbers["losses"], gradients, state, float(numbers["scale"]),
+                norms=numbers["norms"], arrivals=numbers.get("arrivals"),
+            )  # fmt: skip
 
     def start(self, size: int) -> None:
         """Start missing processes, without waiting for them."""

@@ -89,13 +89,13 @@ def _run(job: dict[str, Any]) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     with _attention(job), load(job["program"]).worker(compiled=job["compiled"] or None) as worker:
         if job["draws"] is not None:
-            worker.use_draws(_seeded_draws(job, worker))
+            worker.use_draws(lambda stage, i: SeededDraws(
+                job["seed"], worker.program.microbatch(i), job["draws"][str(stage)]
+            ))  # fmt: skip
         kind, options = getattr(torch.optim, job["optimizer"]), job["options"]
         worker.set_optimizer(kind, max_norm=job["max_norm"], **options)
         if job["scale"] is not None:
             worker.loss_scale = job["scale"]
-        asked = job["predict"]
-        outputs = None if asked is None else worker.predict(_share(worker, asked))
         first, *others = (_batch(worker, path) for path in job["batches"])
         loss, gradients = _first_step(worker, first)
         losses, norms = [loss], [worker.gradient_norm]
@@ -114,8 +114,6 @@ def _run(job: dict[str, Any]) -> None:
             if worker.arrivals is not None:
                 numbers["arrivals"] = worker.arrivals
             written = {"losses": numbers, "gradients": gradients or {}, "state": state}
-            if outputs is not None:
-                written["outputs"] = outputs
             for name, tensors in written.items():
                 on_cpu = {key: tensor.cpu() for key, tensor in tensors.items()}
                 write(Path(job["out"]) / f"{name}.safetensors", on_cpu)
@@ -156,25 +154,6 @@ def _first_step(
     gradients = worker.gather_gradients()
     worker.optimizer_step()
     return loss, gradients
-
-
-def _seeded_draws(job: dict[str, Any], worker: Worker) -> Any:
-    """The draws of each stage and micro-batch."""
-
-    def around(stage: int, i: int) -> AbstractContextManager[Any]:
-        return SeededDraws(job["seed"], worker.program.microbatch(i), job["draws"][str(stage)])
-
-    return around
-
-
-def _share(worker: Worker, path: str) -> object:
-    """The rows of a batch that this rank's data coordinate predicts."""
-    batch = dict(read(Path(path)))
-    rows = {spec.key for spec in worker.program.inputs.values() if spec.shape}
-    return worker.program.in_form({
-        key: tensor.tensor_split(worker.data_ranks)[worker.data_rank] if key in rows else tensor
-        for key, tensor in batch.items()
-    })  # fmt: skip
 
 
 def _batch(worker: Worker, path: str) -> object:

@@ -129,14 +129,26 @@ class Original:
         self._stack.close()
 
     def _nudge(self) -> None:
-        """Move all weights, and gradients between modules, by one rounding; 16-bit weights are
-        exact and stay."""
-        nudging = _Nudging(self._seed)
+        """Move all weights, and gradients between modules, by one rounding, randomly up or down;
+        16-bit weights are exact and stay."""
+        generator = torch.Generator().manual_seed(self._seed)
+
+        def nudged(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            up = torch.rand(tensor.shape, generator=generator) < 0.5
+            limits = torch.where(up, torch.inf, -torch.inf).to(tensor.dtype)
+            return torch.nextafter(tensor.detach(), limits)
+
+        def on_gradients(module: nn.Module, args: object, output: object) -> None:
+            for value in pytree.tree_leaves(output):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(nudged)
+
         for module in self.whole.modules():
-            self._stack.callback(module.register_forward_hook(nudging.on_gradients).remove)
+            self._stack.callback(module.register_forward_hook(on_gradients).remove)
         if self.narrow is None:
-            weights = {name: nudging.nudged(p) for name, p in self.parameters.items()}
-            self.set_values(weights)
+            self.set_values({name: nudged(p) for name, p in self.parameters.items()})
 
     def computing(self) -> AbstractContextManager[None]:
         """In this context, the model computes in its precision, forwards and backwards."""
@@ -301,6 +313,16 @@ class Original:
             self._attributes.restore()
             self.set_values(values)
 
+    def in_turn(self, ranks: int) -> Iterator[int]:
+        """Data ranks, one after another: each begins with the model's buffers, and those of the
+        first remain."""
+        first = before = self.updated() if ranks > 1 else {}
+        for r in range(ranks):
+            self.begin(before)
+            yield r
+            first = self.updated() if before and r == 0 else first
+        self.set_values(first)
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
         return self.parameters | dict(_named(self.whole.named_buffers()))
@@ -315,20 +337,13 @@ def accumulated(
 ) -> Outcome:
     """One step on `count` micro-batches: mean loss, its gradients, and the state after the step.
 
-    They belong to `ranks` data ranks in turn, equally many to each. Each begins with the model's
-    buffers; those of the first are in the state. Hooks of parameters see the gradients of the mean
-    loss, as from one backward.
+    They belong to `ranks` data ranks in turn, equally many to each. Hooks of parameters see the
+    gradients of the mean loss, as from one backward.
     """
     losses, each = list[torch.Tensor](), count // ranks
-    before = original.updated() if ranks > 1 else {}
-    first: dict[str, torch.Tensor] = {}
     with original.accumulating():
-        for r in range(ranks):
-            if r:
-                first = first or original.updated()
-                original.begin(before)
+        for r in original.in_turn(ranks):
             losses += original.backward(batch, range(r * each, (r + 1) * each), count)
-    original.set_values(first)
     mean = torch.stack(losses).mean()
     gradients = original.gradients()
     return Outcome(mean.reshape(1), gradients, original.stepped(optimizer), original.scale)
@@ -416,27 +431,6 @@ def _make_whole(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
-
-
-class _Nudging:
-    """Moves numbers by one rounding, randomly up or down."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def nudged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of adjacent floating-point numbers; other dtypes unchanged."""
-        if not tensor.is_floating_point():
-            return tensor
-        up = torch.rand(tensor.shape, generator=self._generator) < 0.5
-        limits = torch.where(up, torch.inf, -torch.inf).to(tensor.dtype)
-        return torch.nextafter(tensor.detach(), limits)
-
-    def on_gradients(self, module: nn.Module, args: object, output: object) -> None:
-        """Forward hook: nudges the gradients of a module's outputs."""
-        for value in pytree.tree_leaves(output):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                value.register_hook(self.nudged)
 
 
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:

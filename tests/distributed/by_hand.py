@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import parcompiler as pc
-from parcompiler.runtime.script import random_batch
 from tests.distributed.forked import start
+from tests.runtime.drawn import drawn_batch
 
 PATIENCE = 120.0  # s for anything
 
@@ -80,7 +80,7 @@ def train(worker: pc.Worker, way: str) -> None:
     program = worker.program
     generator = torch.Generator().manual_seed(program.coordinate.data)
     worker.set_optimizer(torch.optim.SGD, lr=0.1)
-    batches = [random_batch(program, generator) for _ in range(2)]
+    batches = [drawn_batch(program, generator) for _ in range(2)]
     for batch in batches:
         worker.train_step(batch)
     print("ready", flush=True)

@@ -13,6 +13,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,21 @@ from safetensors.torch import save_file
 
 import parcompiler as pc
 from parcompiler.runtime import run, tensor_files
+from parcompiler.runtime.boxes import Box
+from parcompiler.runtime.checkpoint import pretrained
 
 TIMEOUT = timedelta(minutes=3)
+
+
+COPIED: list[int] = []  # bytes of each box that was copied out of a file
+
+
+class CountingFile(tensor_files.File):
+    """A file whose reads are counted."""
+
+    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        COPIED.append(box.count * self.dtype(name).itemsize)
+        super().read(name, box, target)
 
 
 class Loader:
@@ -119,6 +133,7 @@ class Player:
         sys.modules["parcompiler.runtime.checkpoint.saving"].write = tensor_files.write  # type: ignore[attr-defined]
 
     def do_pretrained(self, name: str) -> None:
+        COPIED.clear()
         keys = self.worker.load_pretrained(self.folder / name)
         self.faults += [*keys.missing_keys, *keys.unexpected_keys]
         self.do_count()
@@ -132,7 +147,7 @@ class Player:
             if name not in self.worker.program.unsaved
             for part in layout.parts(name, tensor, tensor)
         )
-        self.read = self.worker._checkpoints.bytes_read / (held * self.job["itemsize"])
+        self.read = sum(COPIED) / (held * self.job["itemsize"])
 
     def do_publish(self, name: str, config: dict[str, Any]) -> None:
         self.worker.save_pretrained(self.folder / name, config, max_shard_size=20_000)
@@ -164,7 +179,9 @@ def play(folder: Path, job: dict[str, Any], rank: int) -> None:
         if "script" in job:
             result["code"] = script(folder, job, rank)
             return
-        with pc.load(folder / job["program"]).worker() as worker:
+        COPIED.clear()
+        counting = mock.patch.object(pretrained, "File", CountingFile)
+        with counting, pc.load(folder / job["program"]).worker() as worker:
             player = Player(folder, job, worker)
             for action, *arguments in job["actions"]:
                 player.play(action, *arguments)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import parcompiler as pc
 from examples.nanogpt import GPT, GPTConfig
-from parcompiler.verification.pool import Job, pool
+from tests.distributed.predicting import predicted
 
 CONFIG = GPTConfig(block_size=6, vocab_size=37, n_layer=4, n_head=2, n_embd=8, dropout=0.2)
 ROWS, MICROBATCHES = 2, 2
@@ -62,11 +62,7 @@ def test_predictions_are_the_outputs_of_the_model(
     )
     kept = program.rank_program(0).outputs
     assert repr(kept[outputs[0]].head) == head
-    program.export(tmp_path / "out")
-    step = MICROBATCHES * ROWS * program.plan.mesh.data
-    batch = {"idx": tokens.repeat(step, 1)[:step], "targets": tokens.repeat(step, 1)[:step]}
-    job = Job(str(tmp_path / "out"), [batch], predict={"idx": tokens})
-    found = pool().run(job, program.lowered.grid.size).outputs
+    found = predicted(program, {"idx": tokens}, tmp_path)
     model.double().eval()
     with torch.no_grad():
         whole = model(tokens)

@@ -30,8 +30,8 @@ from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.collective_queue import Receipt
 from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram, Value
-from parcompiler.runtime.script import random_batch
 from parcompiler.runtime.updates import Updates
+from tests.runtime.drawn import drawn_batch
 
 CPU = torch.device("cpu")
 
@@ -155,7 +155,7 @@ class Rank:
 
         (The tracker's hook for that does not stand a gradient that comes in two parts.)
         """
-        batch = random_batch(self.program, torch.Generator().manual_seed(0))
+        batch = drawn_batch(self.program, torch.Generator().manual_seed(0))
         tracker = MemTracker()
         tracker._mod_tracker = cast(ModTracker, Quiet())
         external: list[Any] = [*self.stages.values(), *_tensors(batch)]

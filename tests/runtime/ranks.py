@@ -20,11 +20,11 @@ from parcompiler.runtime import Stage
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram, of_first
-from parcompiler.runtime.script import random_batch
 from parcompiler.schedules import stages_per_rank
 from parcompiler.schedules.planned import planned
 from parcompiler.verifier import verify
 from tests.runtime.delays import DelayedChannels, Network
+from tests.runtime.drawn import drawn_batch
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Ranks:
             for name, tensor in item.tensors.items():
                 tensor.detach().copy_(lowered.graph.tensors[name])
         generator = torch.Generator().manual_seed(0)
-        self.batches = [random_batch(self.programs[0], generator) for _ in range(lowered.data)]
+        self.batches = [drawn_batch(self.programs[0], generator) for _ in range(lowered.data)]
         self.batch = self.batches[0]
 
     def step(self, seed: int = 0, habit: str | None = None, *, keep: bool = False) -> Step:

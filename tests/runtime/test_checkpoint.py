@@ -487,10 +487,9 @@ def test_safetensors_are_read_by_boxes_in_another_dtype(tmp_path: Path) -> None:
         target = torch.empty_like(tensor)
         file.read(name, Box.whole(tensor.shape), target)
         assert torch.equal(target, tensor)
-    before, wide = file.count, torch.empty(2, 2)
+    wide = torch.empty(2, 2)
     file.read("h", Box((1, 2), (2, 2)), wide)
     assert torch.equal(wide, tensors["h"][1:3, 2:].float())
-    assert file.count - before == 8
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(pc.InputError, match="is cut short"):
         File(path)

@@ -77,11 +77,6 @@ class Checkpoint:
         found = (key.partition("/") for key in self.entries)
         return sorted(name for kind, _, name in found if kind == "model")
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes copied out of its files so far."""
-        return sum(file.count for file in self.files.values())
-
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor into `target`, from whatever pieces are stored.
 

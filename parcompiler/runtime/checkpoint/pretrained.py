@@ -58,11 +58,6 @@ class Pretrained:
             box, target = Box(box.offsets[1:], box.sizes[1:]), target.squeeze(0)
         self._file(name).read(name, box, target)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes copied out of its files so far."""
-        return sum(file.count for file in self.opened.values())
-
     def _file(self, name: str) -> File:
         """The file of a tensor, opened once."""
         found = self.files[name]

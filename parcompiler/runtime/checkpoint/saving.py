@@ -76,7 +76,6 @@ class Checkpoints:
         self._copies: dict[tuple[str, Box], torch.Tensor] = {}  # of the last state to be copied
         self._stopped = threading.Event()
         self._holders: dict[str, int] | None = None  # cache of `_first`
-        self.bytes_read = 0  # of tensors, by the last `load`
 
     def place(self, folder: str | Path) -> Path:
         """A folder as a path. A collective that raises InputError on all ranks where it is none on
@@ -194,7 +193,6 @@ class Checkpoints:
         checkpoint, restored, states = self._on_rank(plan, what)
         self.conclude(dict.fromkeys(checkpoint.names), restored.faults, strict=True)
         self._agreed(lambda: self._state.apply(checkpoint, restored, optimizer=optimizer), what)
-        self.bytes_read = checkpoint.bytes_read
         others = ", ".join(checkpoint.facts["extra"].keys() - extra.keys())
         if others and optimizer and program.rank == 0:
             text = f"the checkpoint has extra states that load was not given objects for: {others}"
@@ -220,7 +218,6 @@ class Checkpoints:
         stored = dict.fromkeys(mapping[name].name for name in source.files)
         keys = self.conclude(stored, faults, strict=strict)
         self._agreed(lambda: self._state.copy(source, chain(*copies.values())), what)
-        self.bytes_read = source.bytes_read
         return keys, set(copies)
 
     def gather(self, *, gradients: bool = False) -> dict[str, torch.Tensor] | None:
