@@ -221,8 +221,10 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, valid while it lives."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    """The bytes of a contiguous tensor on the CPU, which lives as long as they are read."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # ctypes keeps nothing alive by itself
+    return memoryview(memory)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
