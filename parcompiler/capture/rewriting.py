@@ -44,14 +44,13 @@ class Rewriting:
         self, name: str, target: Callable[..., Any], args: tuple[Any, ...],
         meta: dict[str, Any], *, carries: bool, kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:  # fmt: skip
-        """Add a new node that replaces none, under `name` or a free name like it."""
-        made = self.made.call_function(target, args, dict(kwargs or {}))
+        """Add a new node that replaces none, under `name` or a free name like it; `carries` says
+        that it carries a gradient."""
+        free, more = unique(name, self.taken), dict(kwargs or {})
+        made = self.made.create_node("call_function", target, args, more, free)
         made.meta = meta
-        return self.name(made, name, carries=carries)
-
-    def name(self, made: fx.Node, name: str, *, carries: bool) -> fx.Node:
-        """Give a new node a free name; `carries` says that it carries a gradient."""
-        made.name = unique(name, self.taken)
+        if made.name != free:  # torch had given that name to another node at first
+            made.name = free
         if carries:
             self.carrying.add(made.name)
         return made

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -110,13 +111,15 @@ def is_same(source: Placement, target: Placement, *, carries: bool) -> bool:
     return source == target or (not carries and row.forward == "nothing")
 
 
+@lru_cache(maxsize=1024)  # layers need the same
 def conversion_call(
-    source: Placement, target: Placement, shape: Shape, nbytes: int, n: int, *, carries: bool
-) -> tuple[RuntimeCall, tuple[Any, ...], Mapping[str, Any], NodeCollectives]:
+    source: Placement, target: Placement, shape: Shape, nbytes: int,
+    n: int, apart: int = 1, axis: str = "tensor", *, carries: bool,
+) -> tuple[RuntimeCall, tuple[Any, ...], Mapping[str, Any], NodeCollectives]:  # fmt: skip
     """The call that converts a value of (whole) `shape`; there must be something to do.
 
-    Returns the call, its arguments after the value, its keywords, and its collectives. `carries`
-    says that a gradient comes back.
+    Returns the call, its arguments after the value, its keywords, and its collectives among `n`
+    ranks of an axis, whose numbers differ by `apart`. `carries` says that a gradient comes back.
     """
     assert not is_same(source, target, carries=carries), f"{source} is {target} already"
     row = conversion(source, target, differentiable=carries, ending=True)
@@ -129,7 +132,7 @@ def conversion_call(
     forward: Actions = ((row.forward, float(nbytes)),) if row.forward in BYTES else ()
     returns = carries and row.backward in BYTES
     backward: Actions = ((row.backward, float(nbytes)),) if returns else ()
-    collectives = NodeCollectives(n, forward, backward)
+    collectives = NodeCollectives(n, forward, backward, apart, axis)
     return call, args, {**({"partial": True} if partial else {}), **zigzag}, collectives
 
 

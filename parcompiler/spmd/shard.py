@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,12 +28,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.blocks import layer_of
-from parcompiler.capture.effects import effects_of, is_random, mutated_operands, outside
-from parcompiler.capture.rewriting import place
-from parcompiler.graph import Block, Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
+from parcompiler.capture.effects import effects_of, is_random, mutated_operands
+from parcompiler.capture.rewriting import Rewriting, place
+from parcompiler.capture.templates import unique
+from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
 from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.placement import I, Placement, R, local_shape, resized, shard_of
-from parcompiler.spmd.repeated import Origin, RepeatedRewriting, form, layers
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import conversion_call, is_same, local_size
 from parcompiler.spmd.sorting import OWN_ORDER, rows_of
@@ -81,8 +81,8 @@ def stored(graph: Graph, assignment: Assignment, axis: str = "tensor") -> dict[f
     return placements
 
 
-class _Sharding(RepeatedRewriting):
-    """The rewriting of one graph, node by node; equal layers are copied."""
+class _Sharding(Rewriting):
+    """The rewriting of one graph, node by node."""
 
     def __init__(self, graph: Graph, assignment: Assignment, n: int, axis: str, apart: int) -> None:
         super().__init__(graph)
@@ -102,20 +102,16 @@ class _Sharding(RepeatedRewriting):
         # sizes may be impossible.
         self.reordered: set[fx.Node] = set()
         self.shared = frozenset(graph.vocabulary.nodes) if graph.vocabulary else frozenset()
-        self.made_of: dict[Hashable, tuple[Sequence[fx.Node], list[fx.Node]]] = {}  # by likeness
 
     def graph(self) -> Graph:
         """The sharded graph."""
         placements = stored(self.whole, self.assignment, self.axis)
-        first = {block.nodes[0]: block for block in self._repeatable()}
         for node in self.whole.fx_graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, placements[node])
-            elif node in first:
-                self._layer(first[node])
             elif node in self.shared:
                 self._shared(node)
-            elif node.op == "call_function" and node not in self.nodes:
+            elif node.op == "call_function":
                 self._node(node)
         loss = self.whole.loss
         carries = loss.name in self.whole.differentiable
@@ -127,43 +123,6 @@ class _Sharding(RepeatedRewriting):
             parameters=tuple(self.parameters[item.name] for item in self.whole.parameters),
             vocabulary=self._vocabulary(),
         )
-
-    def _repeatable(self) -> list[Block]:
-        """The layers that may be copies of earlier ones."""
-        found = layers(self.whole, self.home, self.outside | self.shared)
-        return [block for block in found if self.assignment.keys() >= {*block.nodes}]
-
-    def _layer(self, block: Block) -> None:
-        """Rewrite a layer: copied from an earlier one with equal likeness if there is one."""
-        key = self._likeness(block)
-        if key in self.made_of:
-            before, made = self.made_of[key]
-            self.repeat(made, before, block.nodes)
-            self.types |= zip(block.nodes, map(self.types.__getitem__, before), strict=True)
-            pairs = zip(before, block.nodes, strict=True)
-            self.reordered |= {node for like, node in pairs if like in self.reordered}
-            return
-        count, others = len(self.origins), len(self.made.nodes) - len(self.origins)
-        for node in block.nodes:
-            self._node(node)
-        if key is not None and others == len(self.made.nodes) - len(self.origins):
-            self.made_of[key] = block.nodes, self.made_since(count)
-
-    def _likeness(self, block: Block) -> Hashable | None:
-        """A key of all that determines the result of a layer; None if too little is known, or an
-        operand is updated in place."""
-        read = [*outside(block.nodes)]
-        values = form(read)
-        if values is None or any(map(self._is_updated, read)):
-            return None
-        there = (
-            (self.types[x], x in self.reordered, self.nodes[x].name in self.carrying) for x in read
-        )
-        exchanges = (node.meta.get("exchange") for node in block.nodes)
-        carrying = (node.name in self.whole.differentiable for node in block.nodes)
-        # Strategies by identity: comparing them is slow, and equal layers share them.
-        chosen = (id(self.assignment[node]) for node in block.nodes)
-        return block.template, values, *map(tuple, (there, exchanges, carrying, chosen))
 
     def _vocabulary(self) -> VocabularyLayers | None:
         """The layers that all ranks share, with the nodes of this graph."""
@@ -233,9 +192,7 @@ class _Sharding(RepeatedRewriting):
         (size,) = local_shape(shape_of(user), placement, self.n)
         meta = place(user) | {"val": resized(numbers.meta["val"], (size,))}
         args, name = (numbers, 0, 0, size), f"{user.name}_numbers"
-        made = self.insert(name, torch.ops.aten.slice.Tensor, args, meta, carries=False)
-        self.origins[made] = Origin(user, "_numbers", user)
-        return made
+        return self.insert(name, torch.ops.aten.slice.Tensor, args, meta, carries=False)
 
     def _shared(self, node: fx.Node) -> None:
         """A layer of the vocabulary, which all ranks of the plane share: whole in, whole out."""
@@ -378,9 +335,9 @@ class _Sharding(RepeatedRewriting):
     def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:
         """The result times a factor."""
         self._describe(made, node, strategy.outputs)
-        carries = node.name in self.whole.differentiable
-        self.name(made, f"{node.name}_of_piece", carries=carries)
-        self.origins[made] = Origin(node, "_of_piece")
+        made.name = unique(f"{node.name}_of_piece", self.taken)
+        if node.name in self.whole.differentiable:
+            self.carrying.add(made.name)
         scaled = self.made.call_function(torch.ops.aten.mul.Tensor, (made, strategy.factor))
         scaled.meta = dict(node.meta)
         return scaled
@@ -388,7 +345,6 @@ class _Sharding(RepeatedRewriting):
     def _record(self, node: fx.Node, made: fx.Node, types: Types) -> fx.Node:
         """Note the replacement of a node of the whole."""
         self.types[node] = types
-        self.origins[made] = Origin(node)
         self._describe(self.keep(node, made), node, types)
         return made
 
@@ -437,16 +393,14 @@ class _Sharding(RepeatedRewriting):
         key = node, target, carries, self.home[user]
         if key in self.converted:
             return self.converted[key]
-        shape, nbytes = shape_of(node), nbytes_of(node)
+        shape, nbytes, ranks = shape_of(node), nbytes_of(node), (self.n, self.apart, self.axis)
         call, args, kwargs, collectives = conversion_call(
-            source, target, shape, nbytes, self.n, carries=carries
+            source, target, shape, nbytes, *ranks, carries=carries
         )
-        collectives = dataclasses.replace(collectives, apart=self.apart, axis=self.axis)
         meta, name = place(user, node) | {"exchange": collectives}, f"{node.name}_{call.name}"
         kwargs = {**kwargs, **self.own_axis}
         converted = self.insert(name, call, (made, *args), meta, carries=carries, kwargs=kwargs)
         self._describe(converted, node, (target,))
-        self.origins[converted] = Origin(node, f"_{call.name}", user)
         self.converted[key] = converted
         return converted
 

@@ -1,6 +1,5 @@
 """The graph of one rank: local shapes, conversions, and the structure of the whole."""
 
-from collections.abc import Sequence
 from functools import cache, partial
 
 import pytest
@@ -15,9 +14,7 @@ from parcompiler.lower.names import variables
 from parcompiler.models import gpt
 from parcompiler.passes.shard.local import local
 from parcompiler.pieces import Shard
-from parcompiler.spmd.placement import P, S
-from parcompiler.spmd.repeated import RepeatedRewriting
-from parcompiler.spmd.rules import strategies
+from parcompiler.spmd.placement import P
 from parcompiler.spmd.runtime_call import Piece, RuntimeCall
 from parcompiler.spmd.shard import shard
 from parcompiler.spmd.strategy import Strategy
@@ -174,43 +171,3 @@ def test_other_strategies_are_another_program() -> None:
     graph = whole("gpt")
     prints = {shard(graph, greedy(graph, 2, pins), 2).fingerprint for pins in (GPT, {})}
     assert len(prints) == 2
-
-
-@pytest.mark.parametrize("name", ["gpt", "gpt-dropout", "llama", "bert"])
-@pytest.mark.parametrize("kind", ["tensor", "context", "a whole layer", "a result in pieces"])
-def test_layers_that_are_alike_become_what_each_would_alone(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph, axis = whole(name), "context" if kind == "context" else "tensor"
-    alone = replicated(graph, 2)
-    chosen = greedy(graph, 2, {**LLAMA, **GPT}) if kind in ("tensor", "a whole layer") else alone
-    block = cut(graph, 1).blocks[-3]
-    if kind == "a whole layer":
-        chosen |= {node: alone[node] for node in block.nodes}
-    elif kind == "a result in pieces":
-        known = strategies(block.nodes[-1], 2, differentiable=graph.differentiable)
-        chosen |= {block.nodes[-1]: next(x for x in known if x.outputs == (S(1),))}
-    same: dict[Strategy, Strategy] = {}  # as those of a plan, which has them by template
-    chosen = {node: same.setdefault(strategy, strategy) for node, strategy in chosen.items()}
-    repeated: list[int] = []
-    repeat = RepeatedRewriting.repeat
-
-    def counted(self: RepeatedRewriting, *given: Sequence[fx.Node]) -> None:
-        repeated.append(len(given[0]))
-        repeat(self, *given)
-
-    monkeypatch.setattr(RepeatedRewriting, "repeat", counted)
-    found = shard(graph, chosen, 2, axis)
-    assert repeated or kind == "a whole layer"  # small models have one other layer
-    monkeypatch.setattr("parcompiler.spmd.shard.layers", lambda *_: [])
-    expected = shard(graph, chosen, 2, axis)
-    assert described(found) == described(expected)
-    found.fx_graph.lint()
-
-
-def described(graph: Graph) -> list[str]:
-    """All that a rewriting says of each node."""
-    return [
-        f"{node.format_node()} {node.kwargs} {node.name in graph.differentiable} {node.meta}"
-        for node in graph.fx_graph.nodes
-    ]
