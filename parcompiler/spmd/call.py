@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -93,6 +94,31 @@ class NodeCall:
             return tuple(range(rank))
         listed = [named] if isinstance(named, int) else list(named)
         return tuple(dim % rank for dim in listed) if rank else ()
+
+    def filled(
+        self, values: Sequence[Any], other: Callable[[Any], Any] = lambda item: item
+    ) -> dict[str, Any]:
+        """The arguments by name, with `values` for the operands; anything else goes through
+        `other`."""
+        places = ((operand.argument, operand.index) for operand in self.operands)
+        known = dict(zip(places, values, strict=True))
+
+        def local(name: str, index: int | None, item: Any) -> Any:
+            return known[name, index] if (name, index) in known else other(item)
+
+        return {
+            name: [local(name, index, item) for index, item in enumerate(value)]
+            if isinstance(value, list | tuple)
+            else local(name, None, value)
+            for name, value in self.arguments.items()
+        }
+
+    def passed(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments by name, as the node passes them: by position or by keyword."""
+        given = islice(self.arguments, len(self.node.args))
+        return tuple(map(arguments.__getitem__, given)), {
+            name: arguments[name] for name in self.node.kwargs
+        }
 
 
 def read(node: fx.Node, differentiable: Container[str] | None = None) -> NodeCall:

@@ -20,7 +20,6 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -158,7 +157,7 @@ class _Sharding(Rewriting):
         strategy = self.assignment.get(node) or self._default(node, call)
         updated = set(mutated_operands(node))
         reordered = strategy.special not in ("", OWN_ORDER) and not _is_ordered(node)
-        local: dict[tuple[str, int | None], fx.Node] = {}
+        local: list[fx.Node] = []
         for operand, placement, carries in zip(
             call.operands, strategy.inputs, call.gradients, strict=True
         ):
@@ -173,7 +172,7 @@ class _Sharding(Rewriting):
                 value = self._copied(operand.node, value)
             if strategy.special == OWN_ORDER and operand.argument == "values":
                 value = self._first(value, strategy.outputs[0], node)
-            local[operand.argument, operand.index] = value
+            local.append(value)
         made = self._call(node, call, strategy, local)
         if reordered and call.base not in ORDERED:
             self.reordered.add(node)
@@ -267,14 +266,10 @@ class _Sharding(Rewriting):
         return known[0]
 
     def _call(
-        self,
-        node: fx.Node,
-        call: NodeCall,
-        strategy: Strategy,
-        local: Mapping[tuple[str, int | None], fx.Node],
+        self, node: fx.Node, call: NodeCall, strategy: Strategy, local: Sequence[fx.Node]
     ) -> fx.Node:
         """The rank's call for a node."""
-        values = {name: self._argument(name, x, local) for name, x in call.arguments.items()}
+        values = call.filled(local, lambda item: fx.map_arg(item, self.nodes.__getitem__))
         arguments = localized(values, strategy.sizes, lambda whole: local_size(whole, self.n))
         if strategy.special not in ("", OWN_ORDER):
             other = special_call(strategy, call, arguments, self.n)
@@ -285,7 +280,7 @@ class _Sharding(Rewriting):
                 inside = dataclasses.replace(inside, apart=apart, axis=self.axis)
                 made.meta = {"exchange": inside}
         else:
-            args, kwargs = _arguments(node, arguments)
+            args, kwargs = call.passed(arguments)
             made = self.made.create_node(node.op, node.target, args, kwargs, node.name)
         made.meta = {**node.meta, **made.meta}
         self._share_exchange(node, strategy, made)
@@ -306,17 +301,6 @@ class _Sharding(Rewriting):
             )
             shared = dataclasses.replace(before, forward=forward, backward=backward)
             made.meta["exchange"] = shared
-
-    def _argument(
-        self, name: str, value: Any, local: Mapping[tuple[str, int | None], fx.Node]
-    ) -> Any:
-        """An argument with the local values of the nodes in it."""
-        if isinstance(value, list | tuple):
-            return [
-                local.get((name, index)) or fx.map_arg(item, self.nodes.__getitem__)
-                for index, item in enumerate(value)
-            ]
-        return local.get((name, None)) or fx.map_arg(value, self.nodes.__getitem__)
 
     def _draw_own(self, call: NodeCall, strategy: Strategy, made: fx.Node) -> None:
         """Let each rank draw the random numbers of its own piece."""
@@ -452,22 +436,3 @@ def _local_parameter(item: Parameter, placement: Placement, n: int) -> Parameter
     parts = [local_size(size, n) for size in shard.sizes]
     shape[placement.dim] = parts[0] if len(parts) == 1 else sum(parts)
     return dataclasses.replace(item, shape=tuple(shape), shard=shard)
-
-
-@lru_cache
-def _names(target: torch._ops.OpOverload) -> tuple[str, ...]:
-    """The names of the arguments of an operator."""
-    return tuple(argument.name for argument in target._schema.arguments)
-
-
-def _arguments(
-    node: fx.Node, arguments: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name, as the node passes them: by position or by keyword."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        names: Sequence[str] = _names(target)
-    else:
-        names = [str(index) for index in range(len(node.args))]
-    args = tuple(arguments[name] for name in names[: len(node.args)])
-    return args, {name: arguments[name] for name in node.kwargs}

@@ -13,7 +13,7 @@ all ranks, combined by type, must equal those of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -196,37 +196,11 @@ def run(
 ) -> Any:
     """The call on whole values; with a strategy, on the values of one rank; `place` is (n,
     rank)."""
-    arguments = filled(call, values)
-    if strategy is None:
-        return _invoke(call.node.target, arguments)
-    n, rank = place
-    arguments = localized(arguments, strategy.sizes, lambda whole: piece(whole, n, rank).size)
-    result = _invoke(call.node.target, arguments)
-    if strategy.factor == 1.0:
+    (n, rank), sizes = place, strategy.sizes if strategy else ()
+    arguments = localized(call.filled(values), sizes, lambda whole: piece(whole, n, rank).size)
+    args, kwargs = call.passed(arguments)
+    assert callable(call.node.target), "a function"
+    result = call.node.target(*args, **kwargs)
+    if strategy is None or strategy.factor == 1.0:
         return result
     return pytree.tree_map(lambda leaf: leaf * strategy.factor, result)
-
-
-def filled(call: NodeCall, values: Values) -> dict[str, Any]:
-    """The arguments with values for operands."""
-    by_place = {
-        (operand.argument, operand.index): value
-        for operand, value in zip(call.operands, values, strict=True)
-    }
-    filled: dict[str, Any] = {}
-    for name, value in call.arguments.items():
-        if isinstance(value, list | tuple):
-            filled[name] = [by_place.get((name, i), item) for i, item in enumerate(value)]
-        else:
-            filled[name] = by_place.get((name, None), value)
-    return filled
-
-
-def _invoke(target: Any, arguments: Mapping[str, Any]) -> Any:
-    """Call an operator with arguments by name, or a function with numbered ones."""
-    if not isinstance(target, torch._ops.OpOverload):
-        placed = [value for name, value in arguments.items() if name.isdigit()]
-        return target(*placed, **{k: v for k, v in arguments.items() if not k.isdigit()})
-    named = {argument.name for argument in target._schema.arguments if argument.kwarg_only}
-    placed = [value for name, value in arguments.items() if name not in named]
-    return target(*placed, **{name: arguments[name] for name in named if name in arguments})

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from parcompiler.pieces import Span, piece
 from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.elementwise import REDUCTION_SUM
-from parcompiler.spmd.simulate import Values, filled
+from parcompiler.spmd.simulate import Values
 from parcompiler.spmd.strategy import Strategy, localized
 
 
@@ -29,7 +29,7 @@ def run_special(call: NodeCall, values: Values, strategy: Strategy, place: tuple
     """What one rank (`n`, `rank`) computes by a special strategy."""
     n, rank = place
     sizes = strategy.sizes
-    local = localized(filled(call, values), sizes, lambda whole: piece(whole, n, rank).size)
+    local = localized(call.filled(values), sizes, lambda whole: piece(whole, n, rank).size)
     assert callable(call.node.target), f"{call.name} is no function"
     return SPECIAL[strategy.special](RankCall(call.node.target, local, call.shapes, n, rank))
 
