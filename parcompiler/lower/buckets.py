@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from parcompiler.graph import Graph
 from parcompiler.instruction import EXPERTS, FINAL, MESSAGES, ROWS, Instruction, Kind
@@ -37,8 +38,7 @@ from parcompiler.problem import bucket_size, filled
 from parcompiler.schedules.action import NOWHERE
 
 Lines = tuple[Instruction, ...]
-EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # add to gradients of rows of the vocabulary
-ADDS = frozenset((*FINAL, *EVERYWHERE))
+ADDS = frozenset((*FINAL, Kind.T, Kind.EMBED_BACKWARD))  # these add to gradients of parameters
 
 
 def buckets(
@@ -74,18 +74,11 @@ def gathered(
 ) -> tuple[Lines, ...]:
     """The lists with a gather of each bucket and tied tensor, which data ranks have updated in
     parts, after the optimizer's step; the tensors that the next forward reads first come first."""
+    order: list[TiedTensor | Bucket] = [*tied, *reversed(found)]
     return tuple(
-        (*lines, *_gathers(rank, [b.label for b in found if b.ranks == (rank,)], tied, kind))
-        for rank, lines in enumerate(lists)
+        (*lines, *(Instruction(kind, value=x.label, ranks=(r,)) for x in order if r in x.ranks))
+        for r, lines in enumerate(lists)
     )
-
-
-def _gathers(
-    rank: int, labels: Sequence[str], tied: Sequence[TiedTensor], kind: Kind
-) -> Iterator[Instruction]:
-    """The gathers of a rank."""
-    for label in (*[item.label for item in tied if rank in item.ranks], *reversed(labels)):
-        yield Instruction(kind, value=label, ranks=(rank,))
 
 
 def placed(
@@ -99,9 +92,7 @@ def placed(
 def _placed(rank: int, lines: Lines, found: Sequence[Bucket], each: bool) -> Iterator[Instruction]:
     """The list of one rank with its buckets."""
     behind: dict[int, list[Instruction]] = defaultdict(list)
-    ends: dict[tuple[int, int | None], int] = {(j, None): k for j, k in _last(lines).items()}
-    if each:
-        ends = {(_home(line), line.microbatch): k for k, line in enumerate(lines) if _adds(line)}
+    ends = _ends(lines, each=each)
     for bucket in found:
         if bucket.ranks == (rank,):
             whole = Instruction(Kind.REDUCE_GRADIENTS, value=bucket.label, ranks=bucket.ranks)
@@ -118,20 +109,16 @@ def _placed(rank: int, lines: Lines, found: Sequence[Bucket], each: bool) -> Ite
     yield from lines[begin:]
 
 
-def _last(lines: Lines) -> dict[int, int]:
-    """The place of the last backward of each stage in a list, the earliest first."""
-    places = {_home(line): place for place, line in enumerate(lines) if _adds(line)}
-    return dict(sorted(places.items(), key=lambda item: item[1]))
-
-
-def _adds(line: Instruction) -> bool:
-    """Whether an instruction adds to gradients of parameters."""
-    return line.kind in ADDS
-
-
-def _home(line: Instruction) -> int:
-    """The stage of such an instruction; NOWHERE for the vocabulary passes of all ranks."""
-    return NOWHERE if line.stage is None else line.stage
+def _ends(lines: Lines, *, each: bool = False) -> dict[tuple[int, int | None], int]:
+    """The place in a list where the gradients of each stage are final, the earliest first, or
+    complete for a micro-batch if `each` is wanted. The stage is NOWHERE for the vocabulary passes
+    of all ranks."""
+    places: dict[tuple[int, int | None], int] = {}
+    for place, line in enumerate(lines):
+        if line.kind in ADDS:
+            home = NOWHERE if line.stage is None else line.stage
+            places[home, line.microbatch if each else None] = place
+    return dict(sorted(places.items(), key=itemgetter(1)))
 
 
 def _final(
@@ -141,7 +128,7 @@ def _final(
     own = {stage.index: stage for stage in stages if stage.rank == rank}
     homes: dict[str, int] = {}
     found: dict[int, list[str]] = defaultdict(list)
-    order = [j for j in _last(lines) if j != NOWHERE]
+    order = [j for j, _ in _ends(lines) if j != NOWHERE]
     for j in order:
         for name in _read(graph, own[j]):
             homes[name] = j

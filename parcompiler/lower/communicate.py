@@ -44,8 +44,9 @@ def training(
     lists = wiring.written(orders)
     if asynchronous:
         lists = [tuple(_updated(instructions)) for instructions in lists]
+    sums = [Instruction(Kind.REDUCE_GRADIENTS, value=x.label, ranks=x.ranks) for x in tied]
     return tuple(
-        (*instructions, *_reductions(rank, tied), wiring.share)
+        (*instructions, *(line for line in sums if rank in line.ranks), wiring.share)
         for rank, instructions in enumerate(lists)
     )
 
@@ -83,13 +84,6 @@ def _updated(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
         if line.kind is Kind.BACKWARD:
             pending.append(replace(line, kind=Kind.UPDATE))
     yield from pending
-
-
-def _reductions(rank: int, tied: Sequence[TiedTensor]) -> Iterator[Instruction]:
-    """The sums of tied gradients in which a rank takes part, in one order on all ranks."""
-    for item in tied:
-        if rank in item.ranks:
-            yield Instruction(Kind.REDUCE_GRADIENTS, value=item.label, ranks=item.ranks)
 
 
 class _Wiring:

@@ -94,10 +94,11 @@ def short_names(blocks: Iterable[str]) -> dict[str, str]:
 
 
 def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
-    """The number of parts of its path in each block's name: equal for layers of one list."""
+    """The number of parts of its path in each block's name: equal for layers of one list, whose
+    paths are alike with `#` in place of numbers."""
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, path in paths.items():
-        alike[_pattern(path)].append(name)
+        alike[tuple("#" if part.isdigit() else part for part in path)].append(name)
     found: dict[str, int] = {}
     for pattern, members in alike.items():
         whole = {tuple(paths[name]) for name in members}
@@ -110,8 +111,3 @@ def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
                 break
         found |= dict.fromkeys(members, length)
     return found
-
-
-def _pattern(path: list[str]) -> tuple[str, ...]:
-    """A path with `#` in place of its numbers."""
-    return tuple("#" if part.isdigit() else part for part in path)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
 from parcompiler.capture.blocks import Cut
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.effects import effects_of
 from parcompiler.capture.prologue import cone
 from parcompiler.cost.selective import running_again
 from parcompiler.graph import Block, EmbeddingLookup, Graph, dtype_of, order_of, shape_of
@@ -32,7 +32,7 @@ class Division:
         assert plan.stages is not None
         self.graph = graph
         self.cut = cut
-        self.effects = Effects(graph.fx_graph)
+        self.effects = effects_of(graph)
         self.variables = variables(graph, cut)
         by_name = {block.name: block for block in cut.blocks}
         self.blocks = [[by_name[name] for name in choice.blocks] for choice in plan.stages]
@@ -176,12 +176,11 @@ class Division:
 
     def _stage_tensors(self, j: int, blocks: list[Block], read: set[fx.Node]) -> Iterator[str]:
         """The parameters and buffers of a stage; those that no stage reads are on the first."""
-        found = dict.fromkeys(_tensors(blocks))
-        by_node: Mapping[str, object] = self.graph.by_node
-        found |= dict.fromkeys(self.graph.by_node[n.name].name for n in read if n.name in by_node)
-        if j == 0:
-            found |= dict.fromkeys(self.graph.unread)
-        yield from (item.name for item in self.graph.parameters if item.name in found)
+        known = {*_tensors(blocks), *(self.graph.unread if j == 0 else ())}
+        nodes = {node.name for node in read}
+        for item in self.graph.parameters:
+            if item.name in known or item.node in nodes:
+                yield item.name
 
 
 def _tensors(blocks: Iterable[Block]) -> Iterator[str]:

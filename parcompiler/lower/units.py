@@ -19,7 +19,7 @@ while the computation in between runs. BACKWARD_WEIGHT reads no parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -40,21 +40,14 @@ def in_units(plan: Plan, cut: Cut) -> tuple[Plan, list[int]]:
     """The plan with a stage for each unit, and the number of units of each original stage."""
     assert plan.stages is not None
     weights = {block.name: block.weights for block in cut.blocks}
-    found = [
-        [StageChoice(names, choice.rank) for names in _units(choice.blocks, weights, cut)]
-        for choice in plan.stages
-    ]
-    units = tuple(unit for own in found for unit in own)
-    return replace(plan, stages=units), [len(own) for own in found]
-
-
-def _units(
-    blocks: Sequence[str], weights: Mapping[str, int], cut: Cut
-) -> Iterator[tuple[str, ...]]:
-    """The blocks of each unit of a stage."""
-    numbered = zip(cut.units(weights[name] for name in blocks), blocks, strict=True)
-    for _, same in groupby(numbered, key=itemgetter(0)):
-        yield tuple(name for _, name in same)
+    units: list[StageChoice] = []
+    counts = []
+    for choice in plan.stages:
+        numbers, before = cut.units(weights[name] for name in choice.blocks), len(units)
+        for _, members in groupby(zip(numbers, choice.blocks, strict=True), key=itemgetter(0)):
+            units.append(StageChoice(tuple(name for _, name in members), choice.rank))
+        counts.append(len(units) - before)
+    return replace(plan, stages=tuple(units)), counts
 
 
 def unit_orders(orders: Sequence[Sequence[Action]], counts: Sequence[int]) -> Orders:
