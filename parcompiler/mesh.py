@@ -23,6 +23,7 @@ A cluster leaves the degrees open:
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -249,7 +250,7 @@ def _is_file(value: object) -> TypeGuard[str | PathLike[str]]:
     return isinstance(value, PathLike) or (isinstance(value, str) and value.endswith(".json"))
 
 
-def positive(what: str, given: object, most: int) -> int:
+def positive(what: str, given: object, most: float = math.inf) -> int:
     """A count that the user gave, of any type of integers, as `int`.
 
     Raises InputError unless it is from 1 to `most`.

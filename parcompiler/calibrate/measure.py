@@ -40,6 +40,7 @@ from parcompiler.calibrate.work import seconds_of
 from parcompiler.device import Device, device, names
 from parcompiler.documents import check_writable, write
 from parcompiler.errors import InputError
+from parcompiler.mesh import positive
 
 DTYPES = ("float32", "float64", "bfloat16")
 CUDA_DTYPES = (*DTYPES, "float16")  # a CPU has no kernels for it and would take minutes
@@ -72,19 +73,23 @@ def calibrate(
     continues from them, a second run on the same machine reuses them; `fresh` starts over. Raises
     InputError, before anything is measured, for impossible requests.
     """
-    at_least_one("threads", threads)
+    positive("the number of threads", threads)
     with temporary.threads(threads):
         machine = find_machine()
         request = checked(machine, output, name, like, dtypes, seconds)
         if sizes is not None:
-            at_least_one("sizes", sizes)
+            positive("the number of sizes", sizes)
         messages = list(exchanges(machine, sizes)) if machine.ranks > 1 else []
         climbs = list(ladders(request.dtypes, sizes)) if machine.rank == 0 else []
         measured, exchanged = _measure(request, machine, climbs, messages, fresh, progress)
     if machine.rank > 0:
         return None
     device = fit(measured, exchanged, machine, request.name, request.like, request.nominal)
-    _write(request.output, device.to_json())
+    try:
+        write(request.output, device.to_json())
+    except OSError as error:
+        message = f"cannot write {request.output} ({error})"
+        raise InputError(message) from error
     return device
 
 
@@ -165,15 +170,6 @@ def _bar(total: int, wanted: bool) -> Iterator[Step]:
         yield lambda done, next_work: shown.update(task, completed=done, description=next_work)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file. Raises InputError that names it."""
-    try:
-        write(path, text)
-    except OSError as error:
-        message = f"cannot write {path} ({error})"
-        raise InputError(message) from error
-
-
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
     """The output, the device that it describes, and the dtypes and seconds of measurements."""
@@ -216,13 +212,6 @@ def checked(
         dtypes=_dtypes(machine, dtypes),
         seconds=float(seconds),
     )
-
-
-def at_least_one(what: str, number: int) -> None:
-    """Raise InputError unless `number` is a positive number of `what`."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        message = f"the number of {what} must be at least 1 ({number!r} given)"
-        raise InputError(message)
 
 
 def recognized(machine: Machine) -> str | None:

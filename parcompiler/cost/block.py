@@ -15,7 +15,7 @@ In a whole backward, dYᵀ x waits for the next collective of the tensor ranks a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +182,7 @@ def trace_block(
     return BlockCost(
         forward=forward,
         backward=recorder.take(),
-        weight=tuple(_products(nodes, roles)),
+        weight=tuple(_product(node, weight) for node, weight in _linear(nodes, roles).items()),
         estimated=tuple(dict.fromkeys(estimated)),
         forward_peak=forward_peak,
         gradient_bytes=gradient_bytes,
@@ -275,12 +275,6 @@ def _linear(nodes: Iterable[fx.Node], roles: NodeRoles) -> dict[fx.Node, fx.Node
     """The linear layers whose weight gradients can be deferred, with their weights."""
     weights = {node: deferrable_weight(node, roles.parameters) for node in nodes}
     return {node: w for node, w in weights.items() if w and node.name in roles.differentiable}
-
-
-def _products(nodes: Iterable[fx.Node], roles: NodeRoles) -> Iterator[Operation]:
-    """The products dYᵀ x that linear layers can defer."""
-    for node, weight in _linear(nodes, roles).items():
-        yield _product(node, weight)
 
 
 def _product(node: fx.Node, weight: fx.Node) -> Operation:

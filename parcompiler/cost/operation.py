@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
+from parcompiler.capture.effects import bound
 from parcompiler.cost.tiles import Product, products_of
 from parcompiler.graph import is_floating, tensors_of
 
@@ -125,7 +126,8 @@ def describe(
     if not produced or name in FREE or is_view:
         return None
     consumed = list(tensors_of((args, kwargs)))
-    compute = formula(name, getattr(target, "overloadpacket", target)) if by_formula else None
+    packet = getattr(target, "overloadpacket", target)
+    compute = FORMULAS.get(name) or flop_registry.get(packet) if by_formula else None
     if compute is None:
         kind, flops = "other", float(sum(tensor.numel() for tensor in produced))
     else:
@@ -180,14 +182,6 @@ def _bytes_moved(name: str, consumed: list[torch.Tensor], produced: list[torch.T
 Formula = Callable[..., float]
 
 
-def formula(name: str, packet: object) -> Formula | None:
-    """The function from arguments (and out_val=result) to FLOPs, or None where none is known.
-
-    `name` is that of the operator without its overload, as in "aten::mm", `packet` the operator.
-    """
-    return FORMULAS.get(name) or flop_registry.get(packet)
-
-
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> float:
     return float(sdpa_flop_count(query.shape, key.shape, value.shape))
 
@@ -204,8 +198,7 @@ def _unmasked_share(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """The share of the scores that a causal mask, which starts at the first row and key, keeps."""
     if not isinstance(target, torch._ops.OpOverload):
         return 1.0
-    names = (argument.name for argument in target._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    given = bound(target, args, kwargs)
     if not given.get("is_causal"):
         return 1.0
     rows, keys = (int(given[name].shape[-2]) for name in ("query", "key"))
@@ -248,7 +241,8 @@ _FROM_TENSORS: Mapping[str, Formula] = {
     "transformers::grouped_mm_fallback_backward": lambda *args: 2 * _grouped(*args),
 }
 
-# FLOPs follow from the positional arguments; out_val and options are left out.
+# Functions from arguments and out_val=result to FLOPs, where torch has none or a wrong one. FLOPs
+# follow from the positional arguments; out_val and options are left out.
 FORMULAS: Mapping[str, Formula] = {
     name: lambda *args, compute=compute, **_: compute(*args)
     for name, compute in _FROM_TENSORS.items()

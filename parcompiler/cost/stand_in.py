@@ -89,12 +89,11 @@ def source(value: Any) -> tuple[Any, list[torch.Tensor]]:
     leaves: list[torch.Tensor] = []
 
     def make(item: Any) -> Any:
-        fresh = _fresh(item)
-        if not is_floating(fresh):
-            return fresh
-        leaf = _fresh(item).requires_grad_()
-        leaves.append(leaf)
-        return _Source.apply(leaf, fresh)  # type: ignore[no-untyped-call]
+        leaf = _fresh(item)
+        if not is_floating(leaf):
+            return leaf
+        leaves.append(leaf.requires_grad_())
+        return _Source.apply(leaf)  # type: ignore[no-untyped-call]
 
     return map_aggregate(value, make), leaves
 
@@ -111,13 +110,13 @@ class _Source(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        fresh: torch.Tensor = _fresh(value)
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        fresh: torch.Tensor = _fresh(leaf)
         return fresh
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 def _fresh(value: Any) -> Any:

@@ -245,8 +245,8 @@ class TimedBlock:
         return made
 
 
-def time_block(block: RunningBlock, seconds: float = SECONDS) -> tuple[float, float]:
-    """Run a block's forward and backward in turn for about `seconds` s; returns the medians in s,
+def time_block(block: RunningBlock) -> tuple[float, float]:
+    """Run a block's forward and backward in turn for about `SECONDS` s; returns the medians in s,
     the backward with the additions to gradients.
 
     Raises the error of an operator that cannot run with such data.
@@ -259,14 +259,12 @@ def time_block(block: RunningBlock, seconds: float = SECONDS) -> tuple[float, fl
         block.backward(outputs)
         return middle - start, clock() - middle
 
-    forward, backward = medians(sample, block.device, seconds)
+    forward, backward = medians(sample, block.device)
     return forward, backward
 
 
-def medians(
-    sample: Callable[[Clock], Sequence[float]], device: torch.device, seconds: float = SECONDS
-) -> tuple[float, ...]:
-    """The medians of the times that `sample` measures by its clock, over about `seconds` s.
+def medians(sample: Callable[[Clock], Sequence[float]], device: torch.device) -> tuple[float, ...]:
+    """The medians of the times that `sample` measures by its clock, over about `SECONDS` s.
 
     Meanwhile there is no garbage collection, and on a CPU one thread, as torchrun gives a rank. The
     clock is the CPU time of that thread, to which other processes do not add, or the time when the
@@ -282,7 +280,7 @@ def medians(
         for _ in range(WARM):
             sample(clock)
         samples: list[Sequence[float]] = []
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + SECONDS
         while len(samples) < FEWEST or (len(samples) < MOST and time.perf_counter() < end):
             samples.append(sample(clock))
     return tuple(map(statistics.median, zip(*samples, strict=True)))

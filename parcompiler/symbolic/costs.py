@@ -18,11 +18,12 @@ from parcompiler.cost import BlockCost
 from parcompiler.cost.times import modelled
 from parcompiler.errors import InputError, ParcompilerError
 from parcompiler.lower import lower
+from parcompiler.mesh import positive
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan, TemplateTime
 from parcompiler.problem import Problem
 from parcompiler.report import data, gather, names
-from parcompiler.symbolic.degrees import number_of, with_copies, with_pipeline, with_tensor
+from parcompiler.symbolic.degrees import with_copies, with_pipeline, with_tensor
 from parcompiler.symbolic.forms import (
     FEWEST,
     ClosedForms,
@@ -214,11 +215,11 @@ class Costs:
         Raises InputError for a size that the inputs do not have or that the model cannot have, for
         a degree that the plan cannot have, or for times that would have to be measured again.
         """
-        if tensor is not None and number_of("tensor", tensor) != self.plan.mesh.tensor:
+        if tensor is not None and positive("tensor", tensor) != self.plan.mesh.tensor:
             other = self._elsewhere("tensor", tensor, self.plan)
             return other.at(microbatches, data, None, pipeline, **sizes)
         plan = with_copies(self.plan, microbatches, data)
-        if pipeline is not None and number_of("pipeline", pipeline) != plan.mesh.pipeline:
+        if pipeline is not None and positive("pipeline", pipeline) != plan.mesh.pipeline:
             return self._elsewhere("pipeline", pipeline, plan).at(**sizes)
         numbers, known = self._numbers(sizes), sizes_of(self.problem.graph)
         words = {size.word: numbers[size.letter] for size in known}
@@ -270,10 +271,7 @@ class Costs:
                 words = ", ".join(known) or "none"
                 message = f"the costs do not depend on {word!r} (known: {words})"
                 raise InputError(message)
-            if type(number) is not int or number < 1:
-                message = f"{word} must be a positive whole number ({number!r} given)"
-                raise InputError(message)
-            numbers[known[word].letter] = number
+            numbers[known[word].letter] = positive(word, number)
         return numbers
 
 

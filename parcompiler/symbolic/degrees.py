@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from parcompiler.errors import InputError
+from parcompiler.mesh import positive
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.decide import start
 from parcompiler.passes.shard.local import local
@@ -18,28 +19,22 @@ from parcompiler.schedules import SCHEDULES
 from parcompiler.schedules.planned import planned
 
 
-def number_of(name: str, value: object) -> int:
-    """A degree or a number of micro-batches. Raises InputError unless it is a positive integer."""
-    if type(value) is not int or value < 1:
-        message = f"{name} must be a positive integer ({value!r} given)"
-        raise InputError(message)
-    return value
-
-
 def with_copies(plan: Plan, microbatches: int | None, data: int | None) -> Plan:
     """The plan with other micro-batches and data ranks, if given; whether states are shared out
     does not change. Raises InputError."""
-    if microbatches is not None and number_of("microbatches", microbatches) != plan.microbatches:
+    count = plan.microbatches if microbatches is None else positive("microbatches", microbatches)
+    if count != plan.microbatches:
         if plan.orders is not None:
             message = (
-                f"the plan's order is for {plan.microbatches} micro-batches ({microbatches} "
+                f"the plan's order is for {plan.microbatches} micro-batches ({count} "
                 "given): compile for another number"
             )
             raise InputError(message)
-        plan = dataclasses.replace(plan, microbatches=microbatches)
-    if data is not None and number_of("data", data) != plan.mesh.data:
-        shape, level = dataclasses.replace(plan.mesh, data=data), plan.zero or 0
-        plan = dataclasses.replace(plan, mesh=shape, zero=level if data > 1 else None)
+        plan = dataclasses.replace(plan, microbatches=count)
+    ranks = plan.mesh.data if data is None else positive("data", data)
+    if ranks != plan.mesh.data:
+        shape, level = dataclasses.replace(plan.mesh, data=ranks), plan.zero or 0
+        plan = dataclasses.replace(plan, mesh=shape, zero=level if ranks > 1 else None)
     if plan.mesh.data > 1 and planned(plan).asynchronous:
         message = (
             f"{plan.schedule!r} updates parameters inside the step, which data ranks cannot do "

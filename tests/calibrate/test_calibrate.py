@@ -132,8 +132,8 @@ def test_threads_are_as_before_afterwards(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ({"seconds": 0}, "seconds of a measurement must be a number above 0 (0 given)"),
         ({"seconds": float("inf")}, "must be a number above 0 (inf given)"),
-        ({"sizes": 0}, "the number of sizes must be at least 1 (0 given)"),
-        ({"threads": 0}, "the number of threads must be at least 1 (0 given)"),
+        ({"sizes": 0}, "the number of sizes must be a positive integer (0 given)"),
+        ({"threads": 0}, "the number of threads must be a positive integer (0 given)"),
         ({"dtypes": ["int64"]}, "calibrate measures float32, float64, bfloat16, float16 ('int64'"),
         ({"dtypes": ["fast"]}, "('fast' given)"),
         ({"name": "h100"}, "the name of this device must begin with 'cpu-' ('h100' given)"),

@@ -78,7 +78,7 @@ def test_a_stage_is_the_sum_of_its_blocks_and_keeps_what_is_between_them() -> No
     ("given", "said"),
     [
         ({"rows": 4}, "the costs do not depend on 'rows' (known: batch, sequence)"),
-        ({"batch": 0}, "batch must be a positive whole number (0 given)"),
+        ({"batch": 0}, "batch must be a positive integer (0 given)"),
         ({"microbatches": 0}, "microbatches must be a positive integer (0 given)"),
         ({"data": True}, "data must be a positive integer (True given)"),
     ],
