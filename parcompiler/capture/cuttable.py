@@ -24,6 +24,7 @@ from torch import fx
 
 from parcompiler.capture.effects import Effects, base_of, mutated_operands
 from parcompiler.capture.rewriting import inserted
+from parcompiler.graph import order_of
 
 SMALL = 1 << 10  # elements of a buffer that is copied to other stages
 
@@ -95,22 +96,12 @@ def _keep_memory(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten.as_strided.default and isinstance(node.args[0], fx.Node):
             value = node.args[0].meta["val"]
-            order = order_of(value)
+            order = order_of(node.args[0]) or tuple(range(value.dim()))
             offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
-            if order is not None and offset in (None, value.storage_offset()):
+            fills = value.permute(order).is_contiguous()  # its memory
+            if fills and offset in (None, value.storage_offset()):
                 node.args = (_ordered(node, node.args[0], order), *node.args[1:3])
                 node.kwargs = {}
-
-
-def order_of(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions by falling stride; None where the elements do not fill their memory.
-
-    >>> order_of(torch.empty(2, 3, 4).transpose(0, 1)), order_of(torch.empty(4)[::2])
-    ((1, 0, 2), None)
-    """
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
-    return tuple(order) if value.permute(order).is_contiguous() else None
 
 
 def _ordered(before: fx.Node, value: fx.Node, order: Sequence[int]) -> fx.Node:

@@ -8,7 +8,7 @@ from torch import fx
 
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.deferrable import deferrable_weight, overlapping
-from parcompiler.capture.effects import Effects, is_random
+from parcompiler.capture.effects import effects_of, is_random
 from parcompiler.capture.prologue import constants
 from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier, unique
 from parcompiler.codegen.attributes import (
@@ -41,7 +41,7 @@ class StageWriter:
         self.graph = lowered.graph
         self.stage = stage
         self.device = device
-        self.effects = Effects(lowered.graph.fx_graph)
+        self.effects = effects_of(lowered.graph)
         self.layers = StageLayers(lowered, stage)
         # The values that layers read, and the prologue: constants, and the rest for each
         # micro-batch.

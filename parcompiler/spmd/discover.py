@@ -61,8 +61,7 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
         x
         for x in _known[key]
         if all(
-            p.kind != "S" or shape[p.dim] % n == 0
-            for p, shape in zip((*x.inputs, *x.outputs), shapes, strict=True)
+            p.kind != "S" or shape[p.dim] % n == 0 for p, shape in zip(x.types, shapes, strict=True)
         )
     )
 

@@ -21,7 +21,6 @@ from torch import fx
 
 from parcompiler.graph import Graph
 from parcompiler.spmd.call import Shape, read
-from parcompiler.spmd.placement import Placement
 from parcompiler.spmd.strategy import Strategy
 
 
@@ -62,8 +61,7 @@ def is_zigzag(size: int, rows: Rows | None, n: int) -> bool:
 def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> Strategy | None:
     """A strategy with its rows dealt zigzag to `n` ranks; `shapes` are those of operands and
     results. None if only some of them have such rows, as their pieces would differ."""
-    types = *strategy.inputs, *strategy.outputs
-    split = [(t, s) for t, s in zip(types, shapes, strict=True) if t.kind == "S"]
+    split = [(t, s) for t, s in zip(strategy.types, shapes, strict=True) if t.kind == "S"]
     found = {
         all(is_zigzag(size, rows, n) for size in t.segments or (shape[t.dim],))
         for t, shape in split
@@ -72,11 +70,7 @@ def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> S
         return strategy if len(found) < 2 else None
     if strategy.special not in ("", "causal rows", "ring", "own rows"):  # heads like rows
         return None
-
-    def dealt(side: Sequence[Placement]) -> tuple[Placement, ...]:
-        return tuple(replace(t, zigzag=True) if t.kind == "S" else t for t in side)
-
-    return replace(strategy, inputs=dealt(strategy.inputs), outputs=dealt(strategy.outputs))
+    return strategy.placed(replace(t, zigzag=True) if t.kind == "S" else t for t in strategy.types)
 
 
 def sorted_by_ranks(
@@ -94,9 +88,8 @@ def sorted_by_ranks(
             continue
         is_dealt = all(is_zigzag(length, rows, n) for length in lengths)
         types = []
-        for t, shape in zip((*item.strategy.inputs, *item.strategy.outputs), shapes, strict=True):
+        for t, shape in zip(item.strategy.types, shapes, strict=True):
             each = shape[0] // item.tokens if t.kind == "S" else 1
             segments = tuple(each * part for part in division)
             types.append(t if t.dim < 0 else replace(t, segments=segments, zigzag=is_dealt))
-        number = len(item.strategy.inputs)
-        yield replace(item.strategy, inputs=tuple(types[:number]), outputs=tuple(types[number:]))
+        yield item.strategy.placed(types)

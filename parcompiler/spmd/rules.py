@@ -87,7 +87,7 @@ def strategies(
         possible = [x for x in possible if all((o.kind, o.dim) != ("S", 0) for o in x.outputs)]
     if rows is not None:
         shapes = *call.shapes, *call.result_shapes
-        dealt = (zigzag(x, shapes, rows, n) for x in possible if I not in (*x.inputs, *x.outputs))
+        dealt = (zigzag(x, shapes, rows, n) for x in possible if I not in x.types)
         possible = [x for x in dealt if x is not None]
         if item := rows.sorting.get(node):
             possible += sorted_by_ranks(item, shapes, segments, rows, n)

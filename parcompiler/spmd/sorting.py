@@ -214,8 +214,7 @@ class _Sorted:
         """Whether a call acts on each row alone, of operands `there` and others in such pieces or
         whole; notes its strategy."""
         for strategy in strategies(call.node, 2, differentiable=self.graph.differentiable):
-            types = *strategy.inputs, *strategy.outputs
-            if strategy.special or strategy.draws or {*types} - {PIECE, R}:
+            if strategy.special or strategy.draws or {*strategy.types} - {PIECE, R}:
                 continue
             pairs = list(zip(call.operands, strategy.inputs, strict=True))
             split = {operand.node for operand, placement in pairs if placement == PIECE}
@@ -225,10 +224,8 @@ class _Sorted:
             others = split.difference(there)
             if others and (kind == SORTED or not all(map(self._in_pieces, others))):
                 continue
-            types = tuple(kind if placement == PIECE else R for placement in types)
-            number = len(strategy.inputs)
-            made = replace(strategy, inputs=types[:number], outputs=types[number:])
-            self.strategies[call.node] = made
+            types = (kind if placement == PIECE else R for placement in strategy.types)
+            self.strategies[call.node] = strategy.placed(types)
             return True
         return False
 

@@ -7,8 +7,8 @@ S(2) R -> S(2), size[2] = 16 split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from parcompiler.spmd.placement import Placement
@@ -53,7 +53,17 @@ class Strategy:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank computes the whole."""
-        return all(placement.is_whole for placement in (*self.inputs, *self.outputs))
+        return all(placement.is_whole for placement in self.types)
+
+    @property
+    def types(self) -> tuple[Placement, ...]:
+        """The placements of operands and results."""
+        return (*self.inputs, *self.outputs)
+
+    def placed(self, types: Iterable[Placement]) -> Strategy:
+        """The same with other placements of operands and results."""
+        every, number = tuple(types), len(self.inputs)
+        return replace(self, inputs=every[:number], outputs=every[number:])
 
     def __str__(self) -> str:
         """Inputs -> outputs, and what else differs from the operator on the whole."""

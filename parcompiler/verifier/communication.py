@@ -15,7 +15,7 @@ from parcompiler.instruction import Kind
 from parcompiler.lower.lowered import Bucket, TiedTensor
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault, numbers, ranks
-from parcompiler.verifier.steps import Channel, Label, StepIndex, Way, behind
+from parcompiler.verifier.steps import Channel, StepIndex, Way, behind, named
 
 TWO_ENDS = "every message is sent and received"
 WANTED = "no message is in vain"
@@ -70,7 +70,7 @@ def _ends(step: StepIndex, way: Way) -> Iterator[Fault]:
     """A message that is needed is sent by one rank and received by the other."""
     sent, received = set(step.sent.get(way, ())), set(step.received.get(way, ()))
     source, target, name, gradient = way
-    text = f"{name}{'.grad' if gradient else ''}"
+    text = named(name, gradient)
     neither = set(step.microbatches) - sent - received
     if received - sent:
         detail = f"rank {source} never sends {text} {numbers(received - sent)}"
@@ -86,8 +86,7 @@ def _ends(step: StepIndex, way: Way) -> Iterator[Fault]:
 def _in_vain(step: StepIndex, way: Way) -> Iterator[Fault]:
     """A message that no stage needs, which would be taken for another one."""
     source, target, name, gradient = way
-    text = f"{name}{'.grad' if gradient else ''}"
-    reason = _reason(step, way)
+    text, reason = named(name, gradient), _reason(step, way)
     if step.sent.get(way):
         detail = f"rank {source} sends {text} {numbers(step.sent[way])} to rank {target}"
         yield Fault(WANTED, f"{detail}: {reason}")
@@ -125,20 +124,15 @@ def _message_order(source: int, target: int, channel: Channel) -> Iterator[Fault
     if sent == received:
         return
     k = next(k for k, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
-    ends = f"{_label(sent[k])} when sent and {_label(received[k])} when received"
+    labels = (f"{named(name, gradient)} mb {i}" for name, gradient, i in (sent[k], received[k]))
+    ends = "{} when sent and {} when received".format(*labels)
     yield Fault(MESSAGES, f"rank {source} -> rank {target}: message {k + 1} is {ends}")
-
-
-def _label(label: Label) -> str:
-    """A message as an instruction names it."""
-    name, gradient, i = label
-    return f"{name}{'.grad' if gradient else ''} mb {i}"
 
 
 # Collectives
 
 
-def _named(item: TiedTensor | Bucket) -> str:
+def _tensors(item: TiedTensor | Bucket) -> str:
     """The tensors of a sum."""
     first, *others = item.names or ("nothing",)
     return f"{first} and {len(others)} more" if others else first
@@ -146,7 +140,7 @@ def _named(item: TiedTensor | Bucket) -> str:
 
 def _never(step: StepIndex, rank: int, item: TiedTensor | Bucket) -> Iterator[Fault]:
     """A sum is made once at the end, or after every micro-batch if it goes to pieces."""
-    start = f"rank {rank} never sums {item.label} ({_named(item)})"
+    start = f"rank {rank} never sums {item.label} ({_tensors(item)})"
     if isinstance(item, TiedTensor) or step.wiring.lowered.zero < 2:
         if item.label not in step.reductions[rank]:
             yield Fault(REDUCED, start)
@@ -167,7 +161,7 @@ def _wrong(step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]) 
             kept = "pieces" if pieces else "a whole"
             yield Fault(REDUCED, f"rank {rank}: {line}: its gradients are kept as {kept}")
         elif line.ranks != item.ranks:
-            yield Fault(REDUCED, f"rank {rank}: {line}: {_named(item)} is on {ranks(item.ranks)}")
+            yield Fault(REDUCED, f"rank {rank}: {line}: {_tensors(item)} is on {ranks(item.ranks)}")
 
 
 def _gathered(
@@ -177,7 +171,7 @@ def _gathered(
     parameters change after the step."""
     for label, item in sums.items():
         if rank in item.ranks and label not in step.gathers[rank]:
-            yield Fault(GATHERED, f"rank {rank} never gathers {label} ({_named(item)})")
+            yield Fault(GATHERED, f"rank {rank} never gathers {label} ({_tensors(item)})")
     end = len(step.lists[rank]) - len(step.gathers[rank])
     for label, position in step.gathers[rank].items():
         line = step.at(rank, position)

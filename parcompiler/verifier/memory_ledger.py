@@ -26,10 +26,9 @@ links.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from parcompiler.errors import InputError
@@ -59,10 +58,10 @@ class MemoryLimits:
 class MemoryLedger:
     """Bytes taken and freed on a rank, by the position of the instruction."""
 
-    arriving: dict[int, int] = field(default_factory=partial(defaultdict, int))  # of messages
-    leaving: dict[int, int] = field(default_factory=partial(defaultdict, int))
-    begins: dict[int, int] = field(default_factory=partial(defaultdict, int))  # of activations and
-    ends: dict[int, int] = field(default_factory=partial(defaultdict, int))  # gradients
+    arriving: Counter[int] = field(default_factory=Counter)  # of messages
+    leaving: Counter[int] = field(default_factory=Counter)
+    begins: Counter[int] = field(default_factory=Counter)  # of activations and gradients
+    ends: Counter[int] = field(default_factory=Counter)
     gradients: dict[int, int] = field(default_factory=dict)  # of parameters, by position
     # Position, stage, and whether a micro-batch begins (1) or ends (-1) there.
     in_flight: list[tuple[int, int, int]] = field(default_factory=list)
@@ -134,10 +133,7 @@ def _ledgers(step: StepIndex, costs: Sequence[StageCost]) -> list[MemoryLedger]:
         if value is None or crossing.source == crossing.target:
             continue
         way = (crossing.source, crossing.target, crossing.name, False)
-        readers = [
-            step.back[j] if step.training else step.computed[Kind.FORWARD, j]
-            for j in crossing.readers
-        ]
+        readers = _last_uses(step, crossing.readers)
         _arrive(ledgers, crossing.target, step.received.get(way, {}), readers, value.nbytes)
         back = (crossing.target, crossing.source, crossing.name, True)
         uses = [step.back[crossing.maker]]
@@ -182,7 +178,12 @@ def _summed(step: StepIndex, rank: int, part: Phase) -> list[Places]:
     if part.gradient:
         home = wiring.head.stage if wiring.head else NOWHERE
         return [step.back[home]] if wiring.rank_of(home) == rank else []
-    stages = [j for j in wiring.readers.get(part.value, ()) if wiring.rank_of(j) == rank]
+    readers = wiring.readers.get(part.value, ())
+    return _last_uses(step, [j for j in readers if wiring.rank_of(j) == rank])
+
+
+def _last_uses(step: StepIndex, stages: Iterable[int]) -> list[Places]:
+    """The instructions of some stages that use a received value last."""
     if step.training:
         return [step.back[j] for j in stages]
     return [step.computed[Kind.FORWARD, j] for j in stages]
@@ -202,18 +203,15 @@ def _arrive(
 
 def _fullest(ledger: MemoryLedger) -> Moment:
     """The first moment at which a rank holds most."""
-    arriving, leaving = ledger.arriving.get, ledger.leaving.get
-    begins, ends = ledger.begins.get, ledger.ends.get
     activations = messages = 0
-    fullest, most = Moment(0, 0, 0), 0
+    fullest = Moment(0, 0, 0)
     for place in sorted({*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}):
-        messages += arriving(place, 0)
-        activations += begins(place, 0)
-        if activations + messages > most:
+        messages += ledger.arriving[place]
+        activations += ledger.begins[place]
+        if activations + messages > fullest.total:
             fullest = Moment(place, activations, messages)
-            most = fullest.total
-        messages -= leaving(place, 0)
-        activations += ends(place, 0)
+        messages -= ledger.leaving[place]
+        activations += ledger.ends[place]
     return fullest
 
 

@@ -49,7 +49,12 @@ class Phase(NamedTuple):
 
     def __str__(self) -> str:
         """The first words of the instruction."""
-        return f"{self.kind} {self.value}{'.grad' if self.gradient else ''}".rstrip()
+        return f"{self.kind} {named(self.value, self.gradient)}".rstrip()
+
+
+def named(value: str, gradient: bool) -> str:
+    """A value or its gradient as instructions name them."""
+    return f"{value}.grad" if gradient else value
 
 
 class Pair(NamedTuple):
