@@ -60,7 +60,7 @@ from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.untouched import Attribute, check_attributes, restored, untouched, watched
 from parcompiler.ctc import ctc_loss
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
-from parcompiler.graph import Graph, Parameter
+from parcompiler.graph import Graph
 
 
 def capture(
@@ -91,9 +91,10 @@ def capture(
     original = WithLoss(model, loss, in_float32=in_float32, outputs=outputs)
     hooks = hooks_of(original)
     captured = _graph_of(original, inputs, args, kwargs, known := Known())
-    if known.has_read_fixed and any(map(_is_rewritten, captured.parameters)):
-        # A value taken for a constant may change in the next step: capture again without such
-        # constants.
+    unsaved = (item for item in captured.parameters if item.unsaved and item.mutated)
+    if known.has_read_fixed and not all(item.dtype.is_floating_point for item in unsaved):
+        # The forward updates integers that no state dict has: a value taken for a constant may
+        # change in the next step. Capture again without such constants.
         captured = _graph_of(original, inputs, args, kwargs, Known(reads_fixed=False))
     check_tables(captured)
 
@@ -134,11 +135,6 @@ def _graph_of(
     make_cuttable(graph, *names.values())
     mark(graph, original)
     return renewed(read(original, exported, graph, inputs, positional=not kwargs))
-
-
-def _is_rewritten(item: Parameter) -> bool:
-    """Whether a tensor of integers that no state dict has is updated by the forward."""
-    return item.mutated and bool(item.unsaved) and not item.dtype.is_floating_point
 
 
 def _on_device_of(

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -116,7 +116,6 @@ def capture_in(
 
 def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:
     """`inputs` with floating tensors in `dtype`."""
-
     return pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs
     )
@@ -160,11 +159,9 @@ def _narrowed(whole: WithLoss, dtype: torch.dtype) -> WithLoss:
         raise CaptureError(message) from error
 
 
-@contextmanager
-def mixed(dtype: torch.dtype) -> Iterator[None]:
+def mixed(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """In this context, functions of torch compute in the precisions of the table above."""
-    with _Mixed(dtype):
-        yield
+    return _Mixed(dtype)
 
 
 class _Mixed(ModelMode):
@@ -179,19 +176,19 @@ class _Mixed(ModelMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in CRITERIA or name in COMPLEX:
-            args, kwargs = self._cast((args, kwargs), {self.dtype}, torch.float32)
+            args, kwargs = _cast((args, kwargs), {self.dtype}, torch.float32)
         elif name in PRODUCTS and self.dtype in _precisions((args, kwargs)):
-            args, kwargs = self._cast((args, kwargs), {torch.float32}, self.dtype)
+            args, kwargs = _cast((args, kwargs), {torch.float32}, self.dtype)
         elif name in NORMS and torch.float32 in _precisions(args[:1]):
-            args, kwargs = self._cast((args, kwargs), {self.dtype}, torch.float32)
+            args, kwargs = _cast((args, kwargs), {self.dtype}, torch.float32)
         return func(*args, **kwargs)
 
-    def _cast(self, operands: Any, kinds: set[torch.dtype], dtype: torch.dtype) -> Any:
-        """The operands, with tensors of the dtypes `kinds` cast to `dtype`."""
 
-        return pytree.tree_map_only(
-            torch.Tensor, lambda x: x.to(dtype) if x.dtype in kinds else x, operands
-        )
+def _cast(operands: Any, kinds: set[torch.dtype], dtype: torch.dtype) -> Any:
+    """The operands, with tensors of the dtypes `kinds` cast to `dtype`."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.dtype in kinds else x, operands
+    )
 
 
 def _precisions(operands: Any) -> set[torch.dtype]:

@@ -97,12 +97,18 @@ def _sum(wiring: Wiring, item: Parameter, tied: list[TiedTensor]) -> Iterator[Fa
 def _ties(wiring: Wiring) -> Iterator[Fault]:
     """Every sum is of a trained parameter, under a unique label."""
     for item in wiring.lowered.tied:
-        parameter = wiring.graph.by_name.get(item.name)
-        if parameter is None or not parameter.trainable:
-            kind = "the model does not have" if parameter is None else "is not trained"
-            yield Fault(SUMMED, f"{item.label} sums gradients of {item.name}, which {kind}")
+        yield from _untrained(wiring, item, SUMMED)
     for label, count in repeated(item.label for item in wiring.lowered.tied):
         yield Fault(SUMMED, f"{count} parameters have the label {label}")
+
+
+def _untrained(wiring: Wiring, item: TiedTensor | Bucket, rule: str) -> Iterator[Fault]:
+    """A sum is of trained parameters."""
+    for name in dict.fromkeys(item.names):
+        parameter = wiring.graph.by_name.get(name)
+        if parameter is None or not parameter.trainable:
+            kind = "the model does not have" if parameter is None else "is not trained"
+            yield Fault(rule, f"{item.label} sums gradients of {name}, which {kind}")
 
 
 class _UpdatedMemory:
@@ -246,20 +252,18 @@ def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:
     """A bucket has trained parameters of one dtype, all of experts or none."""
     if not item.names:
         yield Fault(AVERAGED, f"{item.label} is empty")
-    known = {name: wiring.graph.by_name.get(name) for name in item.names}
-    for name, parameter in known.items():
-        if parameter is None or not parameter.trainable:
-            kind = "the model does not have" if parameter is None else "is not trained"
-            yield Fault(AVERAGED, f"{item.label} sums gradients of {name}, which {kind}")
+    yield from _untrained(wiring, item, AVERAGED)
     for name, count in repeated(item.names):
         yield Fault(AVERAGED, f"{item.label} has {name} {count} times")
     if item.stage != NOWHERE and (wiring.rank_of(item.stage),) != item.ranks:
         detail = f"{item.label} waits for stage {item.stage}, which is not on {ranks(item.ranks)}"
         yield Fault(AVERAGED, detail)
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in known.values() if p is not None})
+    by_name = wiring.graph.by_name
+    known = [by_name[name] for name in item.names if name in by_name]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in known})
     if len(dtypes) > 1:
         yield Fault(AVERAGED, f"{item.label} has gradients of several dtypes ({', '.join(dtypes)})")
-    kinds = {bool(p.experts) for p in known.values() if p is not None}
+    kinds = {bool(p.experts) for p in known}
     if kinds - {item.label.startswith(EXPERTS)}:
         which = "those with its experts" if item.label.startswith(EXPERTS) else "all"
         yield Fault(AVERAGED, f"{item.label} is of {which} of the data ranks, and has others' too")
