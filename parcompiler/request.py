@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parcompiler.errors import InputError
+from parcompiler.mesh import Cluster, Mesh
 from parcompiler.options import Options
 from parcompiler.runtime.checkpoint import pretrained as published
 from parcompiler.runtime.checkpoint.folder import Checkpoint
@@ -79,6 +80,15 @@ class Request:
         batches = checkpoint.facts["mesh"][1] // checkpoint.facts.get("context", 1)
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
         return cls(**{**data, "options": options, "data": batches})
+
+    def options_on(self, mesh: Mesh | Cluster) -> dict[str, Any]:
+        """The options for another mesh: without those that divide something among ranks of an axis
+        which has only one there, as `compile` refuses them."""
+        lost = set()
+        if isinstance(mesh, Mesh):
+            degrees = {"zero": mesh.replicas, "vocabulary": mesh.pipeline, "sharding": mesh.tensor}
+            lost = {name for name, degree in degrees.items() if degree == 1}
+        return {name: value for name, value in self.options.items() if name not in lost}
 
     def microbatches_for(self, samples: int, data: int) -> int:
         """The number of micro-batches of `samples` samples on each of `data` data ranks that make a

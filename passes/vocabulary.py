@@ -31,7 +31,6 @@ from parcompiler.schedules import Schedule
 from parcompiler.vocabulary import VocabularyMatch, find
 
 CANDIDATES = ("whole", "vocab-2", "vocab-1")
-ALONE = "there is one pipeline rank (on tensor ranks, the sharding splits it)"
 NOTHING = "it looks up no words of the batch and has no head with a cross-entropy"
 
 
@@ -51,7 +50,7 @@ class VocabularyPass(Pass):
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """The requested method, as far as the model has such layers, or the fastest that fits."""
         if plan.mesh.pipeline == 1:
-            return plan if problem.options.vocabulary not in METHODS else _one_rank(problem, plan)
+            return plan
         choices = choices_for(problem)
         if len(choices) == 1:
             return dataclasses.replace(plan, vocabulary=choices[0])
@@ -108,12 +107,6 @@ def choices_for(problem: Problem) -> list[VocabularyChoice]:
     wanted = problem.options.vocabulary
     methods = CANDIDATES if wanted == "auto" and not _asynchronous(problem) else (wanted,)
     return list(_choices(methods, _spread(problem)))
-
-
-def _one_rank(problem: Problem, plan: Plan) -> Plan:
-    """The plan of one pipeline rank, with the reason why nothing is spread."""
-    kept = (f"{problem.graph.name}: {ALONE}",)
-    return dataclasses.replace(plan, vocabulary=VocabularyChoice("whole", kept=kept))
 
 
 def _scheduled(plan: Plan, decided: Plan) -> Plan:

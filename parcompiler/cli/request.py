@@ -91,7 +91,7 @@ def compiled(
     if plan is not None:
         arguments = {"precision": plan.precision, "optimizer": plan.optimizer, **arguments}
     elif saved is not None:
-        arguments = {**saved.options, **arguments}
+        arguments = {**saved.options_on(place), **arguments}
     fields = {name: value for name, value in arguments.items() if name != "microbatch"}
     options = Options(**{"microbatches": 1, **fields})
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
