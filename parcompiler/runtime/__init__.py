@@ -34,7 +34,7 @@ from parcompiler.runtime.program import Input, KeptOutput, RankProgram, Tied, Va
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.rng import own_draws
 from parcompiler.runtime.samples import Samples
-from parcompiler.runtime.script import command_line, run
+from parcompiler.runtime.script import command_line, run, worker_of
 from parcompiler.runtime.sharded import (
     attention_of_heads,
     cross_entropy,
@@ -114,5 +114,6 @@ __all__ = [
     "run",
     "sync_batch_norm",
     "take",
+    "worker_of",
     "write_tokens",
 ]

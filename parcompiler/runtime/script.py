@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import io
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from parcompiler.errors import InputError
 from parcompiler.runtime import resuming, training
+from parcompiler.runtime.files import loading
 from parcompiler.runtime.joining import place
 from parcompiler.runtime.program import Input, RankProgram
 from parcompiler.runtime.resuming import Run, above_zero, add_options, natural, path, seed
@@ -27,6 +30,19 @@ from parcompiler.runtime.tensor_files import read
 from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
 WRONG_USE = 2  # exit code, as argparse has it
+
+
+def worker_of(script: Path) -> Callable[..., Worker]:
+    """The function `worker` of a rank's script, which is loaded when the function is called: `run`
+    says what is wrong with it. Raises InputError then for a script that cannot be loaded."""
+
+    def make(*given: Any, **options: Any) -> Worker:
+        with loading(script):
+            worker = runpy.run_path(str(script))["worker"]
+        made: Worker = worker(*given, **options)
+        return made
+
+    return make
 
 
 def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None:

@@ -63,6 +63,26 @@ def test_help_needs_no_torchrun(
         runpy.run_path(main)
 
 
+def test_a_broken_script_is_said_in_a_line(
+    program: pc.Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = program.export(tmp_path / "out")
+    script = out / "rank_0.py"
+    script.write_text("import nowhere\n" + script.read_text())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [str(out / "main.py")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(sys.argv[0])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cannot load {script} (")
+    assert "edited since the export: rank_0.py): copy or export the folder again" in line
+
+
 def test_an_older_export_is_replaced_and_what_users_put_there_stays(
     program: pc.Program, other: pc.Program, tmp_path: Path
 ) -> None:

@@ -5,10 +5,9 @@
 The rank scripts stand beside this file; README.md says who does what.
 """
 
-import runpy
 from pathlib import Path
 
-from parcompiler.runtime import command_line, loading, place, run
+from parcompiler.runtime import command_line, place, run, worker_of
 
 here = place()  # as torchrun, srun or a PyTorchJob says
 if here is None:
@@ -18,6 +17,4 @@ rank, _ = here
 if rank >= 2:
     raise SystemExit(f"this program has 2 ranks, there is no rank {rank}")
 script = Path(__file__).parent / f"rank_{rank}.py"
-with loading(script):
-    worker = runpy.run_path(str(script))["worker"]
-run(worker)
+run(worker_of(script))
