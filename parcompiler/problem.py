@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.attention import with_kernels
-from parcompiler.capture.blocks import Cut, cut, levels
+from parcompiler.capture.blocks import Cut, cut, levels, unmatched
 from parcompiler.capture.clean import simplify
 from parcompiler.capture.effects import effects_of, viewed
 from parcompiler.capture.lift import lift
@@ -245,9 +245,13 @@ class Problem:
         return max(1, device.memory - math.ceil(self.options.memory_margin * device.memory))
 
     @cached_property
-    def levels(self) -> range:
-        """The granularities at which the model can be cut; 1 is the coarsest."""
-        return levels(self.graph)
+    def levels(self) -> Sequence[int]:
+        """The granularities at which the model may be cut, in order; 1 is the coarsest. Those at
+        which each pattern of `recompute` names a block, if there are any, else all."""
+        every, wanted = levels(self.graph), self.options.recompute
+        if isinstance(wanted, str):
+            return every
+        return [k for k in every if not unmatched(cut(self.graph, k), wanted)] or every
 
     def priced(self, level: int) -> Priced:
         """The blocks at a granularity, with their costs."""

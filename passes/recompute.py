@@ -16,9 +16,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import ClassVar
 
+from parcompiler.capture.blocks import matches, unmatched
 from parcompiler.capture.effects import saves_early
 from parcompiler.errors import InputError
 from parcompiler.passes.base import Pass
@@ -75,34 +75,24 @@ def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tu
     return found
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a block, or a module around it.
-
-    >>> [matches(name, "layers.1") for name in ("layers.1", "layers.1.ffn", "layers.1@2", "head")]
-    [True, True, True, False]
-    >>> matches("layers.10.ffn", "*.1?.ffn")
-    True
-    """
-    path = name.partition("@")[0].partition("#")[0].split(".")
-    around = (".".join(path[:end]) for end in range(1, len(path) + 1))
-    return any(fnmatchcase(item, pattern) for item in (name, *around))
-
-
 def _decision(name: str, wanted: Mapping[str, bool]) -> bool:
     """Whether the patterns recompute a block; the last that matches decides."""
     return next((wanted[p] for p in reversed(list(wanted)) if matches(name, p)), False)
 
 
 def check_patterns(problem: Problem, patterns: Mapping[str, bool]) -> None:
-    """Raises InputError for a pattern that matches no block at any granularity."""
-    left = list(patterns)
-    for level in problem.levels:
-        names = [block.name for block in problem.priced(level).cut.blocks]
-        left = [p for p in left if not any(matches(name, p) for name in names)]
-        if not left:
-            return
-    coarsest = problem.priced(problem.levels[0]).cut.blocks
+    """Raises InputError for patterns of which no granularity has blocks for each."""
+    cuts = [problem.priced(level).cut for level in problem.levels]
+    missing = [unmatched(cut, patterns) for cut in cuts]
+    if not all(missing):
+        return
+    pattern = next((p for p in patterns if all(p in left for left in missing)), None)
+    where = "" if pattern is not None else " where the others match one"
+    coarsest = cuts[0].blocks
     listed = ", ".join(block.name for block in coarsest[:12])
     more = ", …" if len(coarsest) > 12 else ""
-    message = f"the pattern {left[0]!r} of recompute matches no block ({listed}{more})"
+    message = (
+        f"the pattern {pattern or missing[0][0]!r} of recompute matches no block{where} "
+        f"({listed}{more})"
+    )
     raise InputError(message)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -139,6 +140,25 @@ def joining_updates(graph: Graph) -> list[fx.Node]:
 def levels(graph: Graph) -> range:
     """The levels at which `cut` may be called: 1 … the depth of numbered modules, and pieces."""
     return graph.once("levels", lambda: range(1, depth(_divisible(graph)) + 2))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a block, or a module around it.
+
+    >>> [matches(name, "layers.1") for name in ("layers.1", "layers.1.ffn", "layers.1@2", "head")]
+    [True, True, True, False]
+    >>> matches("layers.10.ffn", "*.1?.ffn")
+    True
+    """
+    path = name.partition("@")[0].partition("#")[0].split(".")
+    around = (".".join(path[:end]) for end in range(1, len(path) + 1))
+    return any(fnmatchcase(item, pattern) for item in (name, *around))
+
+
+def unmatched(cut: Cut, patterns: Iterable[str]) -> list[str]:
+    """The patterns that match no block of a cut."""
+    names = [block.name for block in cut.blocks]
+    return [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
 
 
 def _divisible(graph: Graph) -> list[fx.Node]:

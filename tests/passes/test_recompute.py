@@ -83,7 +83,8 @@ def test_words_and_patterns_choose_blocks(
 def test_a_pattern_holds_for_the_pieces_of_a_layer() -> None:
     assert chosen(problem_of(), 2, {"layers.1": True}) == ("layers.1.attention", "layers.1.ffn")
     assert chosen(problem_of(), 2, {"layers.1.ffn": True}) == ("layers.1.ffn",)
-    assert planned(problem_of(recompute={"layers.1.ffn": True})).recompute == ()  # layers are whole
+    plan = planned(problem_of(recompute={"layers.1.ffn": True}))  # whole layers have no such block
+    assert (plan.granularity, plan.recompute) == (2, ("layers.1.ffn",))
 
 
 def test_a_pattern_that_matches_no_block_is_refused_with_the_blocks() -> None:
