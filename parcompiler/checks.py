@@ -5,6 +5,7 @@ A plan must be for this model and mesh, complete, and possible.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,9 @@ def check_types(mesh: object, loss: object, plan: object, passes: object) -> Non
         _check_loss(loss)
     if isinstance(mesh, Cluster) and plan is not None:
         message = "a plan is for one mesh: give that Mesh with plan=, and not a Cluster"
+        raise InputError(message)
+    if passes is not None and plan is not None:
+        message = "plan= has every decision, so that passes= would not run: leave one of them out"
         raise InputError(message)
     if plan is not None and not isinstance(plan, Plan):
         message = f"plan must be a Plan: read JSON by Plan.from_json ({type(plan).__name__} given)"
@@ -474,7 +478,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         message = f"the plan has other updates of data ranks ({there}; asked for: {here})"
         raise PlanError(message)
     rank_problem = local(problem, plan)
-    check_pins(problem, plan)
+    check_pins(local(problem, dataclasses.replace(plan, sharding=None)), plan)
     _check_costs(rank_problem, plan)
     _check_vocabulary_costs(plan)
     if plan.vocabulary_costs is not None:
@@ -521,7 +525,11 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
     """Refuse a plan whose stages do not hold each block of the model once."""
     if granularity_of(plan) not in problem.levels:
         known = ", ".join(map(str, problem.levels))
-        message = f"the plan has granularity {plan.granularity} (the model has: {known})"
+        patterns = not isinstance(problem.options.recompute, str)
+        message = (
+            f"the plan has granularity {plan.granularity} (the model has: {known}"
+            f"{', where recompute= names blocks' if patterns else ''})"
+        )
         raise PlanError(message)
     assert plan.stages is not None
     priced = problem.priced(granularity_of(plan))

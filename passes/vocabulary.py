@@ -24,6 +24,7 @@ from parcompiler.passes.recompute import RecomputePass
 from parcompiler.passes.schedule import SchedulePass
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.shard.pins import read
 from parcompiler.passes.stage import StagePass, ideal
 from parcompiler.plan import Method, Plan, VocabularyChoice
 from parcompiler.problem import Problem
@@ -31,6 +32,7 @@ from parcompiler.schedules import Schedule
 from parcompiler.vocabulary import VocabularyMatch, find
 
 CANDIDATES = ("whole", "vocab-2", "vocab-1")
+PINNED = "a pin of sharding= says how tensor ranks hold it"
 NOTHING = "it looks up no words of the batch and has no head with a cross-entropy"
 
 
@@ -125,15 +127,29 @@ def _spread(problem: Problem) -> VocabularyChoice:
     ranks = problem.mesh.pipeline * problem.mesh.tensor
     match = find(problem.graph, ranks)
     kept, several = match.kept, _read_by_several(problem, match)
+    pinned = _pinned(problem, match)
     if problem.options.vocabulary in METHODS and match == VocabularyMatch():
         kept = (f"{problem.graph.name}: {NOTHING}",)
     head = match.head.weight if match.head else None
     return VocabularyChoice(
         method="",
-        lookups=tuple(name for name in match.tables if name not in several),
-        head=None if head in several else head,
-        kept=(*kept, *(f"{name}: several layers read its rows" for name in several)),
+        lookups=tuple(name for name in match.tables if name not in (*several, *pinned)),
+        head=None if head in (*several, *pinned) else head,
+        kept=(
+            *kept,
+            *(f"{name}: several layers read its rows" for name in several),
+            *(f"{name}: {PINNED}" for name in pinned),
+        ),
     )
+
+
+def _pinned(problem: Problem, found: VocabularyMatch) -> list[str]:
+    """The tables and the head of which a pin says how tensor ranks hold them."""
+    if problem.mesh.tensor == 1:
+        return []
+    pins = read(problem.options.sharding, problem.graph)
+    names = (*found.tables, *([found.head.weight] if found.head else ()))
+    return [name for name in dict.fromkeys(names) if pins.of(name)]
 
 
 def _read_by_several(problem: Problem, found: VocabularyMatch) -> tuple[str, ...]:

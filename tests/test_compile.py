@@ -395,6 +395,11 @@ def test_passes_that_leave_the_plan_undecided_are_refused(program: pc.Program) -
         pc.compile(program, pc.Mesh(pipeline=2), passes=[SchedulePass()])
 
 
+def test_passes_beside_a_plan_are_refused(program: pc.Program) -> None:
+    with pytest.raises(pc.InputError, match="plan= has every decision, so that passes= would not"):
+        pc.compile(program, pc.Mesh(pipeline=2), plan=program.plan, passes=[SchedulePass()])
+
+
 # Plans
 
 

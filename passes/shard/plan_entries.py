@@ -264,13 +264,23 @@ def _output(maker: Strategy, call: NodeCall, place: int) -> Placement:
 
 
 def check_pins(problem: Problem, plan: Plan) -> None:
-    """Refuse a user's plan under which ranks hold a parameter otherwise than a pin demands.
+    """Refuse a user's plan under which ranks hold a parameter otherwise than a pin demands;
+    `problem` is that of the plan before it is sharded.
 
     Raises PlanError, naming the pin and the parameter; InputError for a pin that names nothing.
     """
     pins, graph = read(problem.options.sharding, problem.graph), problem.graph
     if not pins.placements or plan.sharding is None:
         return
+    advice = "change the pin, or compile without plan="
+    choice = plan.vocabulary
+    for name in (*choice.lookups, choice.head) if choice and choice.spread else ():
+        for pattern in pins.of(name or ""):
+            message = (
+                f"the plan has rows of {name} on all ranks (plan.vocabulary), but sharding pins "
+                f"{pattern!r}: '{pins.placements[pattern]}': {advice}"
+            )
+            raise PlanError(message)
     for node, placement in stored(graph, assignment(graph, plan)).items():
         item = graph.by_node.get(node.name)
         if item is None:
@@ -281,6 +291,6 @@ def check_pins(problem: Problem, plan: Plan) -> None:
                 shape = " x ".join(map(str, item.shape))
                 message = (
                     f"the plan holds {item.name} ({shape}) as {placement}, but sharding pins "
-                    f"{pattern!r}: '{wanted}': change the pin, or compile without plan="
+                    f"{pattern!r}: '{wanted}': {advice}"
                 )
                 raise PlanError(message)

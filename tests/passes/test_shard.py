@@ -461,6 +461,23 @@ def test_a_plan_that_is_given_against_a_pin_is_refused() -> None:
         pc.compile(program, mesh, plan=program.plan, sharding={"*.up.weight": "S(1)"})
 
 
+def test_a_table_that_is_pinned_is_not_spread_over_all_ranks() -> None:
+    mesh, pins = pc.Mesh(2, 2, device=H100), {"layers.*.ffn.up.weight": "S(0)"}
+    given: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b"}
+    program = pc.compile(
+        captured("gpt", tied=False), mesh, vocabulary="vocab-2", sharding=pins, **given
+    )
+    again = pc.compile(program, mesh, plan=program.plan, sharding=pins, **given)
+    assert again.plan == program.plan
+    pins = {"head.weight": "S(1)"}
+    with pytest.raises(PlanError, match="rows of head.weight on all ranks .* sharding pins 'head"):
+        pc.compile(program, mesh, plan=program.plan, sharding=pins, **given)
+    choice = pc.compile(program, mesh, vocabulary="vocab-2", sharding=pins, **given).plan.vocabulary
+    assert choice is not None
+    assert (choice.lookups, choice.head) == (("embedding.weight",), None)
+    assert "head.weight: a pin of sharding= says how tensor ranks hold it" in choice.kept
+
+
 # Plans that were edited
 
 
