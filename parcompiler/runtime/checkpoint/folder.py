@@ -144,7 +144,7 @@ def read(path: Path) -> Checkpoint:
         message = f"{path} is a checkpoint of another version ({facts.get('format')!r})"
         raise InputError(message)
     if not _is_sound(facts):
-        message = f"{path / FACTS} is damaged"
+        message = f"{path / FACTS} is damaged: {ADVICE}"
         raise InputError(message)
     try:
         entries = {
@@ -162,10 +162,10 @@ def read(path: Path) -> Checkpoint:
         files = {stored.file for entry in entries.values() for stored in entry.pieces}
         fit = all(s.box.fits(entry.shape) for entry in entries.values() for s in entry.pieces)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        message = f"{path / TENSORS} is damaged"
+        message = f"{path / TENSORS} is damaged: {ADVICE}"
         raise InputError(message) from error
     if not fit or not files <= sums(path, ADVICE).keys():
-        message = f"{path / TENSORS} is damaged"
+        message = f"{path / TENSORS} is damaged: {ADVICE}"
         raise InputError(message)
     return Checkpoint(path, facts, entries, {})
 
@@ -218,8 +218,8 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def json_of(path: Path) -> dict[str, Any]:
-    """The contents of a JSON file."""
+def json_of(path: Path, advice: str = ADVICE) -> dict[str, Any]:
+    """The contents of a JSON file. Raises InputError, with `advice` where it is damaged."""
     check_no_pipe(path)
     try:
         found = json.loads(path.read_bytes())
@@ -227,10 +227,10 @@ def json_of(path: Path) -> dict[str, Any]:
         message = f"{path.parent} is no checkpoint: cannot read {path.name} ({error.strerror})"
         raise InputError(message) from error
     except (ValueError, RecursionError) as error:
-        message = f"{path} is damaged"
+        message = f"{path} is damaged: {advice}"
         raise InputError(message) from error
     if not isinstance(found, dict):
-        message = f"{path} is damaged"
+        message = f"{path} is damaged: {advice}"
         raise InputError(message)
     return found
 
@@ -241,7 +241,7 @@ def damaged(path: Path, part: int = 0, parts: int = 1) -> list[str]:
     for name, digest in sorted(sums(path, ADVICE).items())[part::parts]:
         try:
             if checksum(path / name, ADVICE) != digest:
-                faults.append(f"{path / name} is damaged: it is not as it was written")
+                faults.append(f"{path / name} is damaged (it is not as it was written)")
         except InputError as error:
             faults.append(str(error).removesuffix(f": {ADVICE}"))
     return faults
@@ -271,8 +271,8 @@ def find(folder: Path) -> Path:
     damaged = [item for item in _named(folder) if item not in found and _order(item) > last]
     if damaged:
         worst = max(damaged, key=_order)
-        advice = f": give {found[-1]} to go on from that" if found else ""
-        message = f"{worst} is damaged ({FACTS} is not as {SUMS} says){advice}"
+        advice = f"give {found[-1]} to go on from that" if found else "restore it from a copy"
+        message = f"{worst} is damaged ({FACTS} is not as {SUMS} says): {advice}"
         raise InputError(message)
     if not found:
         reason = "there is no complete one" if folder.is_dir() else "it is not a folder"
@@ -299,7 +299,7 @@ def _order(path: Path) -> tuple[int, int]:
 def _serial(path: Path) -> int:
     """The number of a checkpoint among those of its folder. Raises InputError for a damaged one."""
     if not (path / SUMS).is_file() or checksum(path / FACTS) != sums(path).get(FACTS):
-        message = f"{path / FACTS} is damaged"
+        message = f"{path / FACTS} is damaged: {ADVICE}"
         raise InputError(message)
     return int(json_of(path / FACTS).get("serial", 0))
 

@@ -81,7 +81,7 @@ def opened(folder: Path) -> Pretrained:
     if not (folder / INDEX).is_file():
         message = f"{folder} has no published weights: neither {FILE} nor {INDEX}"
         raise InputError(message)
-    files = json_of(folder / INDEX).get("weight_map")
+    files = json_of(folder / INDEX, "copy the folder again").get("weight_map")
     if not isinstance(files, dict) or not all(
         isinstance(name, str) and PurePosixPath(name).name == name for name in files.values()
     ):

@@ -32,7 +32,7 @@ from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.runtime.checkpoint import pretrained as published
 from parcompiler.runtime.checkpoint.facts import extra_of, extra_state, merged
-from parcompiler.runtime.checkpoint.folder import FACTS, TENSORS, Checkpoint
+from parcompiler.runtime.checkpoint.folder import ADVICE, FACTS, TENSORS, Checkpoint
 from parcompiler.runtime.checkpoint.layout import Part, base
 from parcompiler.runtime.checkpoint.state_dict import IncompatibleKeys, account_of, concluded
 from parcompiler.runtime.checkpoint.states import RankState, Restored, StoredTensor
@@ -179,7 +179,7 @@ class Checkpoints:
         def check() -> Any:
             faults = folders.damaged(path, program.rank, program.size)
             if faults:
-                raise InputError("\n".join(faults))
+                raise InputError("\n".join(f"{fault}: {ADVICE}" for fault in faults))
 
         self._agreed(check, what)
 
