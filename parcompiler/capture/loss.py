@@ -89,10 +89,14 @@ def kept(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
     tensors = {key: leaf for key, leaf in flat(several) if isinstance(leaf, torch.Tensor)}
     for name in names:
         if name not in tensors:
-            known = ", ".join(map(repr, tensors))
+            known = ", ".join(map(repr, tensors)) or f"a {type(outputs).__name__}"
             message = f"the model has no output {name!r} to keep: it returns {known}"
-            if several is not outputs:
-                message = f"the model returns one tensor, which is '0', and no output {name!r}"
+            if isinstance(outputs, torch.Tensor):
+                alone = "" if outputs.numel() == 1 else "keep it as outputs=['0'], or "
+                message = (
+                    f"the model returns one tensor, which has no name, and no output {name!r}: "
+                    f"{alone}return a dict, such as {{'loss': loss, {name!r}: ...}}"
+                )
             raise InputError(message)
     return [tensors[name] for name in names]
 

@@ -66,6 +66,12 @@ def test_batches_that_cannot_be_predicted_are_refused(program: pc.Program) -> No
 def test_outputs_that_cannot_be_kept_are_refused(program: pc.Program) -> None:
     with pytest.raises(pc.InputError, match=r"no output 'logits' to keep: it returns '0', '1'"):
         compiled(["logits"])
+    message = (
+        r"one tensor, which has no name, .* keep it as outputs=\['0'\], or return a dict, such"
+    )
+    with pytest.raises(pc.InputError, match=message):
+        pc.compile(torch.nn.Linear(2, 3), pc.Mesh(), (torch.ones(1, 2),), torch.sum, 1,
+                   outputs=["logits"])  # fmt: skip
     with pytest.raises(pc.InputError, match="outputs must be a list of names"):
         compiled("logits")  # type: ignore[arg-type]
     with pytest.raises(pc.InputError, match="keeps the outputs that it was captured with"):
