@@ -299,6 +299,23 @@ def test_a_device_with_too_little_memory_is_refused_with_the_least_that_would_do
     assert least_memory(str(again.value)) == least
 
 
+def test_what_does_not_fit_at_a_level_of_zero_is_told_of_a_higher_one(program: pc.Program) -> None:
+    plain: dict[str, Any] = {"microbatches": 2, "recompute": "full"}
+    peaks = [
+        max(pc.compile(program, pc.Mesh(data=2), zero=level, **plain).simulate().peak_memory)
+        for level in (0, 1)
+    ]
+    mesh = pc.Mesh(data=2, device=small(sum(peaks) // 2))
+    with pytest.raises(pc.InfeasibleError) as caught:
+        pc.compile(program, mesh, zero=0, **plain)
+    said = "zero=1 was tried and fits on these ranks, where zero=0 does not"
+    assert said in caught.value.__notes__
+    assert pc.compile(program, mesh, zero=1, **plain).plan.zero == 1
+    cluster = pc.Cluster(1, 2, small(min(peaks) // 9))
+    with pytest.raises(pc.InfeasibleError, match=r"share more out \(zero=\"auto\"\)"):
+        pc.compile(program, cluster, zero=0, **plain)
+
+
 def test_a_margin_of_memory_stays_free_and_is_said(program: pc.Program) -> None:
     plain: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b"}
     peak = max(pc.compile(program, pc.Mesh(pipeline=2), **plain).simulate().peak_memory)

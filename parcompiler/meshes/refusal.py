@@ -22,7 +22,7 @@ from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.context import LONG, positions
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import MeshChoice
-from parcompiler.problem import Problem
+from parcompiler.problem import LEVELS, Problem
 
 ENDLESS = 2**60  # bytes: more than any model takes
 TRIED = 3  # meshes that are tried: those with the least states on a rank
@@ -112,16 +112,19 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
         return
     lean, hardware = _simplest(problem), mesh.hardware
 
-    def fits(**changes: Any) -> bool:
-        other = dataclasses.replace(mesh, **changes)
+    def fits(level: str | int = options.zero, **changes: Any) -> bool:
+        other, at = dataclasses.replace(mesh, **changes), lean.at_zero(level)
         try:
-            decide(lean.anew(mesh=other, bench=None, explain=False), passes)
+            decide(at.anew(mesh=other, bench=None, explain=False), passes)
         except ParcompilerError:
             return False
         return True
 
     if not fits(device=dataclasses.replace(hardware, memory=ENDLESS)):
         return
+    levels = _higher_levels(problem) if mesh.replicas > 1 else ()
+    if (level := next((level for level in levels if fits(level)), None)) is not None:
+        yield f"zero={level} was tried and fits on these ranks, where zero={options.zero} does not"
     bounds = Bounds(problem)
     size = bounds.states_on(mesh)
     if size <= mesh.tensor * mesh.pipeline * problem.room(hardware):
@@ -138,6 +141,18 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
     else:
         ranks = f"{enough * replicas} ranks (pipeline={enough}, {others})"
         yield f"{ranks} were tried and fit, with what may be recomputed: the fewest found to do"
+
+
+def _higher_levels(problem: Problem) -> range:
+    """The levels of ZeRO above the one that was asked for, at which data ranks keep less."""
+    options, graph = problem.options, problem.graph
+    if (
+        not isinstance(options.zero, int) or options.asynchronous
+        or options.data_updates.way != "all-reduce" or options.data_updates.rank
+        or graph.updates_weights or graph.has_row_gradients
+    ):  # fmt: skip
+        return range(0)
+    return LEVELS[options.zero + 1 :]
 
 
 def _rows_in_pieces(lean: Problem, passes: Sequence[Pass]) -> Iterator[str]:
@@ -233,6 +248,8 @@ def _cures(cluster: Cluster, sizes: MicrobatchSizes, least: LeastMemory) -> Iter
         yield "take more nodes"
     if problem.options.recompute not in ("auto", "full"):
         yield 'recompute activations (recompute="auto")'
+    if _higher_levels(problem):
+        yield 'let data ranks share more out (zero="auto")'
     if least.nbytes - least.states > least.states // 2 and least.candidate.rows == sizes.given:
         yield "make the micro-batch smaller"
     names = (name for name in catalogue.names() if name not in ("cpu", device.name))

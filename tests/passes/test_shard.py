@@ -470,7 +470,7 @@ def test_a_table_that_is_pinned_is_not_spread_over_all_ranks() -> None:
     again = pc.compile(program, mesh, plan=program.plan, sharding=pins, **given)
     assert again.plan == program.plan
     pins = {"head.weight": "S(1)"}
-    with pytest.raises(PlanError, match="rows of head.weight on all ranks .* sharding pins 'head"):
+    with pytest.raises(PlanError, match=r"rows of head.weight on all ranks .* sharding pins 'head"):
         pc.compile(program, mesh, plan=program.plan, sharding=pins, **given)
     choice = pc.compile(program, mesh, vocabulary="vocab-2", sharding=pins, **given).plan.vocabulary
     assert choice is not None
