@@ -42,6 +42,9 @@ def check(data: Sequence[Path], tokenizer: Path | None) -> None:
             raise InputError(message)
     if _are_tokens(data):
         described(data[0])
+        if tokenizer is not None:
+            message = f"--tokenizer is for texts, and {data[0]} has tokens already: leave it out"
+            raise InputError(message)
     else:
         for path in data:
             next(_texts([path]), None)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from parcompiler.cli import options, output, words
 from parcompiler.cli.commands import MODEL_FORMS
@@ -107,6 +108,10 @@ def train_command(
     torchrun --nnodes 2 --nproc-per-node 8 -m parcompiler train ... (or srun, or a PyTorchJob)
     """
     output.check_folder(save / "program")
+    origin_of = click.get_current_context().get_parameter_source
+    if not hold_out and origin_of("evaluate_every") is ParameterSource.COMMANDLINE:
+        message = "--evaluate-every needs rows to evaluate: give --hold-out SHARE above 0"
+        raise InputError(message)
     program = save / "program"
     from parcompiler.runtime.joining import place
 

@@ -26,13 +26,18 @@ from parcompiler.runtime.samples import Samples
 from parcompiler.runtime.tokens import LABELS, TokenRows, described
 from parcompiler.runtime.worker import Worker
 
+RATE = 1e-3  # learning rate of AdamW unless --lr says another
 LEAST = 0.1  # share of the learning rate at the end of a decay
+EVALUATED = 10  # batches of an evaluation unless --evaluate-steps says more
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a command line."""
     group = parser.add_argument_group("training")
-    group.add_argument("--lr", type=amount, default=1e-3, help="learning rate of AdamW (0.001)")
+    group.add_argument(
+        "--lr", type=amount,
+        help=f"learning rate of AdamW ({RATE}; a run that goes on: that of its checkpoint)",
+    )  # fmt: skip
     group.add_argument(
         "--warmup", type=natural, default=0, help="steps in which the rate rises to --lr (0)"
     )
@@ -42,14 +47,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--weight-decay", type=amount,
-        help="weight decay of parameters with two dimensions or more; without it AdamW's own, for "
-        "all",
+        help=(
+             "weight decay of parameters with two dimensions or more; without it AdamW's own, for "
+             "all, and in a run that goes on that of its checkpoint"
+         ),
     )  # fmt: skip
     group.add_argument("--max-norm", type=above_zero, help="clip the gradients to this norm")
     group.add_argument(
-        "--labels", choices=LABELS, default="next",
-        help="labels of a file of tokens: next, the tokens that follow, or same, for models that "
-        "shift them",
+        "--labels", choices=LABELS,
+        help=(
+             "labels of a file of tokens: next, the tokens that follow, or same, for models that "
+             "shift them (next)"
+         ),
     )  # fmt: skip
     group.add_argument(
         "--hold-out", type=amount, default=0.0, metavar="SHARE",
@@ -59,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--evaluate-every", type=positive, metavar="N", help="evaluate after every N-th step"
     )
     group.add_argument(
-        "--evaluate-steps", type=positive, default=10, help="batches of an evaluation (10)"
+        "--evaluate-steps", type=positive, help=f"batches of an evaluation ({EVALUATED})"
     )
     group.add_argument(
         "--log-every", type=positive, metavar="N",
@@ -92,6 +101,15 @@ def check(options: argparse.Namespace) -> None:
         message = f"--hold-out takes a share of the rows below 1 ({options.hold_out:g} given)"
         raise InputError(message)
     has_tokens = options.data is not None and options.data.suffix == ".bin"
+    if options.labels is not None and not has_tokens:
+        message = (
+            "--labels is for a file of tokens: give --data FILE.bin with it "
+            f"({options.data or 'no --data'} given)"
+        )
+        raise InputError(message)
+    if options.evaluate_steps is not None and options.evaluate_every is None:
+        message = "--evaluate-steps needs --evaluate-every N, the steps between two evaluations"
+        raise InputError(message)
     if options.evaluate_every is not None and not (has_tokens and options.hold_out):
         message = "--evaluate-every needs --data FILE.bin and --hold-out SHARE of its rows"
         raise InputError(message)
@@ -120,6 +138,11 @@ def rate_at(step: int, options: argparse.Namespace) -> float:
     return LEAST + (1 - LEAST) * curve
 
 
+def rate_of(options: argparse.Namespace) -> float:
+    """The learning rate that the options say."""
+    return RATE if options.lr is None else float(options.lr)
+
+
 def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Optimizer:
     """AdamW as the options say, fused on a GPU or where layers are compiled."""
     decay, fused = options.weight_decay, worker.device.type == "cuda" or worker.compiled
@@ -130,7 +153,7 @@ def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Opt
             "groups": lambda _, p: {"weight_decay": decay} if p.dim() >= 2 else {},
         }
     return worker.set_optimizer(
-        torch.optim.AdamW, max_norm=options.max_norm, lr=options.lr,
+        torch.optim.AdamW, max_norm=options.max_norm, lr=rate_of(options),
         error_if_nonfinite=options.error_if_nonfinite, **more,
     )  # fmt: skip
 
@@ -143,6 +166,9 @@ class Training:
         self._worker, self._options, self._checkpoints = worker, options, checkpoints
         self._profiled = profiled(options.profile, options.steps)
         self._optimizer = optimizer_of(worker, options)
+        given = [name for name in ("lr", "weight_decay") if getattr(options, name) is not None]
+        groups = self._optimizer.param_groups
+        self._given = [{name: group[name] for name in given} for group in groups]
         self._metrics: Metrics | None = None
         if options.log_every is not None:
             self._metrics = Metrics(
@@ -154,7 +180,7 @@ class Training:
         self._held: TokenRows | None = None
         if options.data is not None and options.data.suffix == ".bin":
             self.rows, held = split_rows(
-                options.data, worker.program, options.labels, options.hold_out,
+                options.data, worker.program, options.labels or LABELS[0], options.hold_out,
                 evaluated=options.evaluate_every is not None,
             )  # fmt: skip
             self._held = None if options.evaluate_every is None else held
@@ -162,13 +188,17 @@ class Training:
     def run(self, batches: Iterator[object]) -> None:
         """Train to the last step, and write metrics and profile as the options say."""
         worker, options, metrics = self._worker, self._options, self._metrics
+        for group, given in zip(self._optimizer.param_groups, self._given, strict=True):
+            group.update(given)  # a checkpoint has set those that it was saved with
+        if self._profiled and self._profiled[-1] < worker.step_count and worker.rank == 0:
+            print(f"no profile: steps {options.profile} were made before", flush=True)
         scheduled = options.warmup or options.decay != "none"
         profiler: Any = None
         with self._checkpoints.listening(), ExitStack() as profiling:
             for number in range(worker.step_count, options.steps):
                 share = rate_at(number, options) if scheduled else 1.0
                 for group in self._optimizer.param_groups if scheduled else ():
-                    group["lr"] = options.lr * share
+                    group["lr"] = rate_of(options) * share
                 if number in self._profiled and profiler is None:
                     profiler = profiling.enter_context(torch.profiler.profile(acc_events=True))
                 if metrics is not None:
@@ -201,7 +231,7 @@ class Training:
         each = program.samples * program.grid.batches
         count = min(program.microbatches, len(held) // each)
         own, losses = count * program.samples, []
-        for k in range(min(self._options.evaluate_steps, len(held) // (count * each))):
+        for k in range(min(self._options.evaluate_steps or EVALUATED, len(held) // (count * each))):
             start = (k * program.grid.batches + worker.data_rank) * own
             batch = program.in_form(held.batch(range(start, start + own)))
             losses.append(worker.evaluate(batch))

@@ -97,6 +97,8 @@ def test_tokens_come_piece_by_piece_and_must_be_below(tmp_path: Path) -> None:
     file = tmp_path / "tokens.bin"
     assert pc.write_tokens(file, iter([torch.arange(5), torch.arange(200)]), below=200) == 205
     assert json.loads(Path(f"{file}.json").read_text())["dtype"] == "uint8"
+    with pytest.raises(pc.InputError, match=r"--tokenizer is for texts, and .* has tokens already"):
+        text.check([file], tmp_path / "tokenizer.json")
     with pytest.raises(pc.InputError, match=r"token 199 of .* is not below 100"):
         pc.write_tokens(file, iter([torch.arange(200)]), below=100)
     with pytest.raises(pc.InputError, match="is not a file of tokens"):

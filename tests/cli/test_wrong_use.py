@@ -142,6 +142,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
             "cannot read tests (it is a folder): --tokenizer takes a tokenizer.json",
         ),
         (("train", MODEL, *MESH, *RUN, "--tokenizer", FILE), "models.py is not a tokenizer.json ("),
+        (
+            ("train", MODEL, *MESH, *RUN, "--hold-out", "0", "--evaluate-every", "5"),
+            "--evaluate-every needs rows to evaluate: give --hold-out SHARE above 0",
+        ),
         (("train", MODEL, *MESH, *RUN, "--resume", ""), "'' is no path (it is empty): write auto"),
         (
             ("train", MODEL, *MESH, *RUN, "--resume", "no run"),

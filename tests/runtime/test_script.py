@@ -1,5 +1,6 @@
 """The command line of emitted scripts: the files that it reads, and what it stops at."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -107,6 +108,8 @@ def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_pat
         ("--hold-out 0.1", r"give --data FILE.bin with it \(no --data given\)"),
         ("--hold-out 0.1 --data x.safetensors", r"FILE.bin with it \(x.safetensors given\)"),
         ("--evaluate-every 2", "--evaluate-every needs --data FILE.bin and --hold-out SHARE"),
+        ("--evaluate-steps 2", "--evaluate-steps needs --evaluate-every N"),
+        ("--labels same", r"--labels is for a file of tokens: .* \(no --data given\)"),
         ("--metrics m.jsonl", "--metrics needs --log-every N"),
         ("--tensorboard events", "--tensorboard needs --log-every N"),
         ("--data no.safetensors", r"cannot read no.safetensors \(there is no such file\)"),
@@ -236,6 +239,34 @@ def test_a_profile_of_a_run_that_goes_on_begins_where_it_does(
     run(program.worker, ["--steps", "2", *folder])
     run(program.worker, ["--steps", "4", "--profile", "1-2", "--resume", "auto", *folder])
     assert (tmp_path / "run" / "profile" / "rank_0.json").is_file()
+
+
+def test_a_profile_of_steps_that_were_made_is_said_to_be_none(
+    program: pc.Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ["--save", str(tmp_path / "run")]
+    run(program.worker, ["--steps", "2", *folder])
+    run(program.worker, ["--steps", "3", "--profile", "0-1", "--resume", "auto", *folder])
+    assert "no profile: steps 0-1 were made before\n" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_has_the_rates_that_are_given(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    """And those of its checkpoint where none are."""
+
+    def rates(steps: int, *given: str) -> set[tuple[float, float]]:
+        folder = tmp_path / f"run {steps}"
+        resumed = ["--resume", str(tmp_path / "run 1")] if steps > 1 else []
+        run(program.worker, ["--steps", str(steps), "--save", str(folder), *resumed, *given])
+        (path,) = folder.glob("step_*")
+        groups = json.loads((path / "checkpoint.json").read_text())["optimizer"]["groups"]
+        return {(g["options"]["lr"], g["options"]["weight_decay"]) for g in groups}
+
+    assert rates(1, "--lr", "0.25") == {(0.25, 0.01)}
+    assert rates(2) == {(0.25, 0.01)}
+    assert rates(3, "--lr", "0.5") == {(0.5, 0.01)}
+    assert rates(4, "--weight-decay", "0.125") == {(0.25, 0.0), (0.25, 0.125)}
 
 
 def test_an_input_without_rows_is_in_every_batch(
