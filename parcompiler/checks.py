@@ -17,7 +17,7 @@ from parcompiler.capture.clean import where
 from parcompiler.capture.effects import effects_of, is_random
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.cost import OPTIMIZERS, WHOLE
-from parcompiler.data_updates import ALL_REDUCE
+from parcompiler.data_updates import ALL_REDUCE, is_factored
 from parcompiler.errors import InputError, PlanError, offered, shown
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered
@@ -280,6 +280,13 @@ def _check_updates_of_model(lowered: Lowered) -> None:
         reason = (
             "lets each data rank step by itself, and a SyncBatchNorm of the model needs all of them"
         )
+    elif updates.rank and not any(
+        item.trainable and is_factored(item.shape, updates.rank) for item in graph.parameters
+    ):
+        reason = (
+            f"compresses no gradient of the model: factors of rank {updates.rank} "
+            "(compression_rank) are no smaller than any"
+        )
     elif each and lowered.tied:
         reason = (
             f"with zero={lowered.zero} rounds what each rank adds, and {lowered.tied[0].name!r} is "
@@ -387,6 +394,13 @@ def _check_order(mesh: Mesh, options: Options) -> None:
             message = (
                 f"the schedule {wanted.name!r} has {wanted.ranks} ranks and {wanted.microbatches} "
                 f"micro-batches (given: pipeline={ranks}, microbatches={options.microbatches})"
+            )
+            raise InputError(message)
+        each = max(map(wanted.placement.count, range(wanted.ranks)))
+        if options.virtual_stages not in (1, each):
+            message = (
+                f"the schedule {wanted.name!r} has {each} stages on a rank (virtual_stages="
+                f"{options.virtual_stages} given): leave virtual_stages out"
             )
             raise InputError(message)
         schedule = wanted

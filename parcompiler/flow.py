@@ -29,7 +29,7 @@ from parcompiler.lower import lower
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import MeshSearch, MicrobatchSizes, wanted_rows
 from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
-from parcompiler.options import Options
+from parcompiler.options import METHODS, Options
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import check_host, decide
 from parcompiler.passes.shard.axes import on_axes
@@ -102,6 +102,7 @@ def flow(
             if found is None:
                 raise
             captured, problem, plan = found
+        _warn_of_whole_vocabulary(plan, options)
         with steps("lower"):
             rank_problem = local(problem, plan)
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
@@ -234,6 +235,16 @@ def _warn_of_whole_gradients(captured: Graph, options: Options) -> None:
             f"{', ...' if len(names) > 1 else ''}) have all rows in this program. They have only "
             'the rows that a step looks up with optimizer="sgd" or "adagrad", and without 16-bit '
             "parameters, zero=1 to 3, updates=, compression= and pipedream"
+        )
+        print(message, file=sys.stderr)
+
+
+def _warn_of_whole_vocabulary(plan: Plan, options: Options) -> None:
+    """Say on stderr what of the vocabulary is not on all ranks though a method was asked for."""
+    if options.vocabulary in METHODS and plan.vocabulary is not None and plan.vocabulary.kept:
+        message = (
+            f"parcompiler: vocabulary={options.vocabulary!r} does not spread "
+            f"{'; '.join(plan.vocabulary.kept)}"
         )
         print(message, file=sys.stderr)
 

@@ -66,6 +66,10 @@ def test_options_come_back_from_the_value(options: dict[str, Any]) -> None:
         ({"updates": "local", "mesh": {"pipeline": 2}}, "is for data ranks, and there is only one"),
         ({"compression": "bf16", "mesh": {}}, "compression='bf16' is for data ranks"),
         ({"updates": "local", "zero": 1}, "does not go with zero=1"),
+        (
+            {"compression": "powersgd", "compression_rank": 64},
+            "compresses no gradient of the model",
+        ),
         ({"compression": "powersgd", "zero": 1}, "does not go with zero=1"),
         ({"compression": "powersgd", "zero": 3}, "does not go with zero=3"),
         ({"updates": "asynchronous", "schedule": "pipedream"}, "pipedream"),

@@ -73,6 +73,14 @@ def test_a_schedule_of_another_size_is_refused(ranks: int, microbatches: int) ->
         pc.compile(captured(), pc.Mesh(pipeline=2), schedule=schedule, microbatches=4)
 
 
+def test_another_number_of_stages_than_a_schedule_has_is_refused() -> None:
+    given: dict[str, Any] = {"schedule": build("interleaved", 2, 4, 2), "microbatches": 4}
+    with pytest.raises(pc.InputError, match=r"has 2 stages on a rank \(virtual_stages=3 given\)"):
+        pc.compile(captured(), pc.Mesh(pipeline=2), virtual_stages=3, **given)
+    program = pc.compile(captured(), pc.Mesh(pipeline=2), virtual_stages=2, **given)
+    assert program.plan.virtual_stages == 2
+
+
 def test_a_schedule_in_which_ranks_wait_for_each_other_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "circle.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")

@@ -121,9 +121,14 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_cannot_be_on_all_ranks_stays_whole_and_plan_and_report_say_why(name: str) -> None:
+def test_what_cannot_be_on_all_ranks_stays_whole_and_plan_and_report_say_why(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     make, reason = WHOLE[name]
     program = compiled(make(), ranks=4 if name == "few words" else 2)
+    told = capsys.readouterr().err
+    assert "vocabulary='vocab-2' does not spread " in told
+    assert reason in told
     choice = program.plan.vocabulary
     assert choice is not None
     assert choice.head is None
