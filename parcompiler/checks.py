@@ -26,6 +26,13 @@ from parcompiler.options import METHODS, MOST_PASSES, Options
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import start
 from parcompiler.passes.given import division
+from parcompiler.passes.own import (
+    check_blocks,
+    check_method,
+    check_recomputed,
+    granularity_of,
+    repeated,
+)
 from parcompiler.passes.recompute import check_patterns, chosen
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.shard.plan_entries import check_pins
@@ -40,10 +47,16 @@ from parcompiler.spmd.placement import parse
 def check_types(mesh: object, loss: object, plan: object, passes: object) -> None:
     """Refuse a mesh, loss, plan or passes of a wrong type."""
     if passes is not None:
-        listed = isinstance(passes, Sequence) and all(isinstance(each, Pass) for each in passes)
-        if not listed:
+        if not isinstance(passes, Sequence) or not all(isinstance(x, Pass) for x in passes):
             message = f"passes must be a sequence of Pass ({shown(passes)} given)"
             raise InputError(message)
+        for each in passes:
+            if not isinstance(getattr(each, "name", None), str):
+                message = (
+                    f"the pass {type(each).__name__} has no name: give its class one, as "
+                    'name: ClassVar[str] = "..."'
+                )
+                raise InputError(message)
     if not isinstance(mesh, Mesh | Cluster):
         message = f"compile needs a Mesh, such as Mesh(pipeline=2) ({type(mesh).__name__} given)"
         raise InputError(message)
@@ -499,7 +512,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         rank_problem.cache.vocabulary_times[plan.vocabulary_costs.method] = plan.vocabulary_costs
     level = granularity_of(plan)
     rank_problem.cache.times.update({(level, costs.template): costs for costs in plan.costs or ()})
-    _check_blocks(rank_problem, plan)
+    check_blocks(rank_problem, plan)
     _check_stages(rank_problem, plan)
     _check_recompute(rank_problem, plan)
 
@@ -524,49 +537,12 @@ def _check_schedule(options: Options, plan: Plan) -> None:
 
 def _check_vocabulary(options: Options, plan: Plan) -> None:
     """Refuse a plan with another vocabulary method than the options ask for."""
+    check_method(plan)
     choice = plan.vocabulary
     method = choice.method if choice else "whole"
-    if method not in ("whole", *METHODS):
-        message = f"the plan has vocabulary {shown(method)} (known: whole, {', '.join(METHODS)})"
-        raise PlanError(message)
     possible = method != "whole" or (choice is not None and not choice.kept)
     if options.vocabulary not in ("auto", method) and possible:
         message = f"the plan has vocabulary {shown(method)} (asked for: {options.vocabulary!r})"
-        raise PlanError(message)
-
-
-def _check_blocks(problem: Problem, plan: Plan) -> None:
-    """Refuse a plan whose stages do not hold each block of the model once."""
-    if granularity_of(plan) not in problem.levels:
-        known = ", ".join(map(str, problem.levels))
-        patterns = not isinstance(problem.options.recompute, str)
-        message = (
-            f"the plan has granularity {plan.granularity} (the model has: {known}"
-            f"{', where recompute= names blocks' if patterns else ''})"
-        )
-        raise PlanError(message)
-    assert plan.stages is not None
-    priced = problem.priced(granularity_of(plan))
-    sent = tuple(node.name for node in priced.sent)
-    if (plan.sent or ()) != sent:
-        message = (
-            f"the plan has sent {shown(plan.sent, 200)}; on this device it is {sent}, and not a "
-            "choice"
-        )
-        raise PlanError(message)
-    blocks = [block.name for block in priced.cut.blocks]
-    planned_blocks = [name for choice in plan.stages for name in choice.blocks]
-    for name in sorted(set(blocks) ^ set(planned_blocks)) or _repeated(planned_blocks):
-        verb = "lacks" if name in blocks and name not in planned_blocks else "misplaces"
-        method = f" with vocabulary {shown(plan.vocabulary.method)}" if plan.vocabulary else ""
-        message = f"the plan {verb} block {shown(name, 200)} (blocks{method}: {', '.join(blocks)})"
-        raise PlanError(message)
-    ranks = tuple(choice.rank for choice in plan.stages)
-    if ranks != planned(plan).placement:
-        message = (
-            f"the plan has stages on ranks {ranks}; its schedule {shown(plan.schedule)} has them "
-            f"on {planned(plan).placement}"
-        )
         raise PlanError(message)
 
 
@@ -597,14 +573,16 @@ def _check_costs(problem: Problem, plan: Plan) -> None:
         raise PlanError(message)
     templates = {block.template for block in cut(problem.graph, granularity_of(plan)).blocks}
     measured = [costs.template for costs in plan.costs]
-    for name in sorted(templates ^ set(measured)) or _repeated(measured):
+    for name in sorted(templates ^ set(measured)) or repeated(measured):
         message = (
             f"the plan's costs and its blocks differ in template {shown(name, 200)}: measure again"
         )
         raise PlanError(message)
     for costs in plan.costs:
         _check_seconds(
-            costs, ("forward", "backward", "weight"), f"costs of {shown(costs.template, 200)}"
+            costs,
+            ("forward", "backward", "weight", "hidden"),
+            f"costs of {shown(costs.template, 200)}",
         )
 
 
@@ -634,16 +612,8 @@ def _check_seconds(costs: object, fields: Sequence[str], subject: str) -> None:
 
 def _check_recompute(problem: Problem, plan: Plan) -> None:
     """Refuse a plan that recomputes impossible blocks, or other blocks than the options ask for."""
-    priced, names = problem.priced(granularity_of(plan)), plan.recompute or ()
-    known = [block.name for block in priced.cut.blocks]
-    for name in names:
-        if name not in (known if plan.offload else priced.repeatable):
-            why = "updates buffers, which must happen once" if name in known else "is no block"
-            message = (
-                f"the plan recomputes {shown(name, 200)}, which {why} (blocks: {', '.join(known)})"
-            )
-            raise PlanError(message)
-    wanted = problem.options.recompute
+    check_recomputed(problem, plan)
+    names, wanted = plan.recompute or (), problem.options.recompute
     if not isinstance(wanted, str):
         check_patterns(problem, wanted)
     if wanted != "auto" and plan.offload != (wanted == "offload"):
@@ -660,16 +630,3 @@ def _check_recompute(problem: Problem, plan: Plan) -> None:
             verb = "keeps" if name in asked else "recomputes"
             message = f"the plan {verb} the activations of {name!r} (asked for: {wanted!r})"
             raise PlanError(message)
-
-
-def _repeated(names: Sequence[str]) -> list[str]:
-    """The names that appear more than once."""
-    return sorted({name for name in names if names.count(name) > 1})
-
-
-def granularity_of(plan: Plan) -> int:
-    """The plan's granularity, decided by the stage pass."""
-    if plan.granularity is None or plan.stages is None or plan.schedule is None:
-        message = "the passes left the plan undecided: schedule and stage are needed"
-        raise PlanError(message)
-    return plan.granularity

@@ -21,7 +21,6 @@ from parcompiler.checks import (
     check_mesh,
     check_options,
     check_plan,
-    granularity_of,
 )
 from parcompiler.errors import InfeasibleError, InputError, LaunchError
 from parcompiler.graph import Graph
@@ -32,6 +31,7 @@ from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
 from parcompiler.options import METHODS, Options
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import check_host, decide
+from parcompiler.passes.own import granularity_of
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.spread import vocabulary_cost

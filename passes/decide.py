@@ -23,6 +23,7 @@ from parcompiler.passes.base import GAIN, MARGIN, Bounding, Pass
 from parcompiler.passes.estimate import estimate, host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.least import is_known, least_step
+from parcompiler.passes.own import checked, granularity_of
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
@@ -30,6 +31,7 @@ from parcompiler.passes.vocabulary import VocabularyPass, choices_for
 from parcompiler.plan import MeshChoice, Method, Plan, Shape
 from parcompiler.problem import Problem
 
+OURS = frozenset(map(type, DEFAULT))  # passes that read the option `recompute`
 Observer = Callable[[str], AbstractContextManager[None]]
 
 
@@ -287,12 +289,30 @@ def _completing(
         return best
 
     def decided(plan: Plan, below: float) -> Plan:
+        given = problem
         for item in passes:
             if isinstance(item, VocabularyPass | SchedulePass):
                 item = dataclasses.replace(item, below=min(item.below, below), floor=bound)
             with observer(f"pass {item.name}"):
-                plan = item.run(local(problem, plan), plan)
+                after = item.run(local(given, plan), plan)
+            if tuple(passes) != DEFAULT:
+                after = checked(given, item, plan, after)
+            if type(item) not in OURS:
+                given = _with_recompute(given, plan, after)
+            plan = after
+        granularity_of(plan)
         check_host(problem, plan)
         return plan
 
     return complete
+
+
+def _with_recompute(problem: Problem, before: Plan, after: Plan) -> Problem:
+    """The problem in which the blocks that a user's pass recomputes are asked for: the passes
+    behind it name them at the granularity of the stages."""
+    if after.recompute == before.recompute or after.recompute is None or after.stages is not None:
+        return problem
+    wanted = dict.fromkeys(after.recompute, True) or "none"
+    return dataclasses.replace(
+        problem, options=dataclasses.replace(problem.options, recompute=wanted)
+    )

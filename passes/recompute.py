@@ -30,19 +30,23 @@ from parcompiler.problem import Problem
 class RecomputePass(Pass):
     """Decides `plan.recompute` at the coarsest granularity, unless the option is "auto".
 
-    The stage pass decides it again at its own granularity, and always for "auto".
+    The stage pass decides it again at its own granularity, and always for "auto". Where a user's
+    pass has decided the stages, it is decided here, at theirs; "auto" recomputes nothing then.
     """
 
     name: ClassVar[str] = "recompute"
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Raises InputError for patterns that match no block, or one that cannot run twice."""
-        wanted = problem.options.recompute
-        if wanted == "auto" or plan.stages is not None:
+        wanted, is_divided = problem.options.recompute, plan.stages is not None
+        if is_divided and plan.recompute is not None:
             return plan
+        if wanted == "auto":
+            return dataclasses.replace(plan, recompute=()) if is_divided else plan
         if not isinstance(wanted, str):
             check_patterns(problem, wanted)
-        names = chosen(problem, problem.levels[0], wanted)
+        level = problem.levels[0] if plan.granularity is None else plan.granularity
+        names = chosen(problem, level, wanted)
         return dataclasses.replace(plan, recompute=names)
 
 

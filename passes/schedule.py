@@ -25,7 +25,7 @@ from parcompiler.passes.stage import StagePass
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
-from parcompiler.schedules.planned import trunk
+from parcompiler.schedules.planned import outline, trunk
 from parcompiler.solver import UndecidedError
 
 CANDIDATES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-h2", "v-half", "v-min", "zb-v")
@@ -76,6 +76,13 @@ class SchedulePass(Pass):
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
         """The plainest candidate within the margin of the shortest, and all that were weighed."""
         candidates = tuple(candidates_for(problem, plan))
+        if not candidates and plan.stages is not None:
+            ranks = tuple(choice.rank for choice in plan.stages)
+            message = (
+                f"schedule='auto' weighs none whose stages are on ranks {ranks}: let the pass that "
+                "decided them decide the schedule too"
+            )
+            raise InfeasibleError(message)
         if not candidates:
             given = problem.options.virtual_stages
             message = (
@@ -202,11 +209,16 @@ def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
         problem.options.virtual_stages,
         problem.options.stages,
     )
+    places = None if plan.stages is None else tuple(choice.rank for choice in plan.stages)
+    if places is not None:  # a user's pass decided them
+        counts, wanted = places, 1
     if isinstance(counts, tuple) and wanted == 1 and len(counts) % ranks == 0:
         wanted = len(counts) // ranks
     for name in CANDIDATES if ranks > 1 else CANDIDATES[:1]:
         with suppress(InputError):  # it cannot have that many stages on a rank
             candidate = _with_named_schedule(plan, name, wanted)
+            if places is not None and outline(candidate).placement != places:
+                continue
             if not isinstance(counts, tuple) or candidate.virtual_stages == wanted:
                 yield candidate
                 yield from with_more_stages(problem, candidate)
@@ -220,7 +232,8 @@ def with_more_stages(problem: Problem, plan: Plan) -> Iterator[Plan]:
     arXiv 2104.04473, section 2.2).
     """
     options = problem.options
-    is_open = options.virtual_stages == 1 and not isinstance(options.stages, tuple)
+    is_open = options.virtual_stages == 1 and plan.stages is None
+    is_open = is_open and not isinstance(options.stages, tuple)
     if (plan.schedule, plan.virtual_stages) != ("interleaved", 2) or not is_open:
         return
     if options.schedule == "interleaved":  # by name it has two

@@ -50,7 +50,13 @@ class VocabularyPass(Pass):
     others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """The requested method, as far as the model has such layers, or the fastest that fits."""
+        """The requested method, as far as the model has such layers, or the fastest that fits.
+
+        Stages that are decided have the blocks of a model whose vocabulary is whole.
+        """
+        is_whole = plan.stages is not None and problem.options.vocabulary == "auto"
+        if plan.vocabulary is not None or is_whole:
+            return plan
         if plan.mesh.pipeline == 1:
             return plan
         choices = choices_for(problem)

@@ -84,8 +84,8 @@ def weighed(
         return complete(dataclasses.replace(plan, zero=0), most)
     at = {level: dataclasses.replace(plan, zero=level) for level in LEVELS}
     lean = complete(plan, most)
-    if lean.stages is None:
-        return dataclasses.replace(lean, zero=0)
+    if lean.zero is not None:  # a user's pass decided it
+        return lean
     try:
         return _best_level(problem, at, lean, complete, bound, most)
     except PlanError as error:
