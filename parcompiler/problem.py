@@ -515,7 +515,7 @@ class Problem:
         found = {}
         for name, cost in costs.items():
             known = self.cache.times.get((level, name))
-            if self.selective and self.bench is not None:  # adds to the measured time
+            if self.selective and (known is not None or self.bench is not None):
                 known = self._longer(level, name, first[name], cost)
             elif known is None:
                 known = modelled(name, cost, self.device)

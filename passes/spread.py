@@ -24,7 +24,7 @@ def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
     if plan.vocabulary is None or not plan.vocabulary.spread or spread is None:
         return None
     method, ranks = plan.vocabulary.method, plan.mesh.pipeline * plan.mesh.tensor
-    parts = _parts(problem, ranks, method) | _measured(problem, ranks, method)
+    parts = modelled_parts(problem, ranks, method) | _measured(problem, ranks, method)
     stages = _stages(problem, plan)
     last = len(outline(plan).placement) - 1
     users = (min((stages[u] for u in item.node.users if u in stages), default=0)
@@ -42,12 +42,12 @@ def spread_bytes(problem: Problem) -> int:
     it is on stages."""
     if problem.graph.vocabulary is None:
         return 0
-    parts = _parts(problem, problem.mesh.pipeline * problem.mesh.tensor, "vocab-2")
+    parts = modelled_parts(problem, problem.mesh.pipeline * problem.mesh.tensor, "vocab-2")
     return int(parts["resident"] + parts["saved"] + parts["more"])
 
 
-def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
-    """Seconds and bytes of a method. Cached."""
+def modelled_parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
+    """Modelled seconds and bytes of a method on each of `ranks` ranks. Cached."""
     key = "vocabulary", ranks, method
     return problem.once(key, lambda: _slowest(problem, ranks, method))
 

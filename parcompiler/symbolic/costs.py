@@ -20,7 +20,8 @@ from parcompiler.errors import InputError, ParcompilerError
 from parcompiler.lower import lower
 from parcompiler.mesh import positive
 from parcompiler.passes.shard.local import local
-from parcompiler.plan import Plan, TemplateTime
+from parcompiler.passes.spread import modelled_parts
+from parcompiler.plan import VOCABULARY_PASSES, Plan, TemplateTime
 from parcompiler.problem import Problem
 from parcompiler.report import data, gather, names
 from parcompiler.symbolic.degrees import with_copies, with_pipeline, with_tensor
@@ -228,8 +229,7 @@ class Costs:
             self._problem_at(numbers, plan),
             plan,
             sizes=words | {"microbatches": plan.microbatches} | degrees,
-            scaled=bool(self.rank_problem.cache.times)
-            and any(numbers[size.letter] != size.now for size in known),
+            scaled=self._is_measured and any(numbers[size.letter] != size.now for size in known),
         )
 
     def _problem_at(self, numbers: Sizes, plan: Plan) -> Problem:
@@ -253,8 +253,13 @@ class Costs:
         if not names.issuperset(name for stage in plan.stages or () for name in stage.blocks):
             message = f"the model has other blocks at {where}: compile for these sizes"
             raise InputError(message)
-        times = self.rank_problem.cache.times
-        return _timed(problem, self.rank_problem, self._level) if times else problem
+        return _timed(problem, self.rank_problem, plan) if self._is_measured else problem
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether any seconds are measured."""
+        cache = self.rank_problem.cache
+        return bool(cache.times or cache.vocabulary_times)
 
     @cached_property
     def _elsewhere(self) -> Callable[[str, int, Plan], Costs]:
@@ -332,15 +337,26 @@ def _by_template(problem: Problem, level: int) -> dict[str, BlockCost]:
     return {b.template: cost for b, cost in zip(priced.cut.blocks, priced.costs, strict=True)}
 
 
-def _timed(problem: Problem, like: Problem, level: int) -> Problem:
+def _timed(problem: Problem, like: Problem, plan: Plan) -> Problem:
     """A problem at other sizes with measured seconds, scaled by the ratio of modelled ones."""
-    before, after = _by_template(like, level), _by_template(problem, level)
-    timed = problem.anew()
+    assert plan.granularity is not None
+    level, timed = plan.granularity, problem.anew()
+    # What selective recomputation repeats is added to the times of blocks that do not.
+    before, after = (_by_template(item.selectively(False), level) for item in (like, problem))
     for name, cost in after.items():
         measured = like.cache.times.get((level, name))
         if measured is not None:
             one, two = (modelled(name, item, problem.device) for item in (before[name], cost))
             timed.cache.times[level, name] = scaled(measured, one, two)
+    method = plan.vocabulary.method if plan.vocabulary else ""
+    passes = like.cache.vocabulary_times.get(method)
+    if passes is not None:
+        ranks = plan.mesh.pipeline * plan.mesh.tensor
+        old, new = (modelled_parts(item, ranks, passes.method) for item in (like, problem))
+        seconds: dict[str, Any] = {
+            x: _scaled(getattr(passes, x), old[x], new[x]) for x in VOCABULARY_PASSES
+        }
+        timed.cache.vocabulary_times[passes.method] = dataclasses.replace(passes, **seconds)
     return timed
 
 
@@ -352,8 +368,14 @@ def scaled(measured: TemplateTime, before: TemplateTime, after: TemplateTime) ->
     >>> scaled(TemplateTime("Layer", 3.0, 3.0, 1.0), one, two)
     TemplateTime(template='Layer', forward=6.0, backward=9.0, weight=2.0, hidden=0.0)
     """
-    seconds: dict[str, Any] = {}
-    for name in ("forward", "backward", "weight", "hidden"):
-        known, old, new = (getattr(item, name) for item in (measured, before, after))
-        seconds[name] = float(known * (new / old) if old else known)
+    fields = "forward", "backward", "weight", "hidden"
+    seconds: dict[str, Any] = {
+        name: _scaled(*(getattr(item, name) for item in (measured, before, after)))
+        for name in fields
+    }
     return dataclasses.replace(measured, **seconds)
+
+
+def _scaled(measured: float, before: float, after: float) -> float:
+    """Measured seconds times the ratio of modelled ones, where these are above 0."""
+    return float(measured * (after / before) if before else measured)
