@@ -57,6 +57,21 @@ def test_a_copied_folder_gives_the_losses_of_the_program_with_torch_alone(folder
     assert not (folder / "parcompiler" / "compiler.py").exists()
 
 
+def test_the_script_in_the_readme_of_a_standalone_folder_runs_with_torch_alone(
+    folder: Path,
+) -> None:
+    readme = (folder / "README.md").read_text().partition("From your own script")[2]
+    script = [line[4:] for line in readme.splitlines() if line.startswith("    ")][:5]
+    rows = zoo.ROWS * own_worker.MICROBATCHES
+    batch = [
+        f"ids = torch.zeros({rows}, {zoo.LENGTH}, dtype=torch.long)",
+        "batch = {'input_ids': ids, 'labels': ids}",
+    ]
+    own = folder / "own.py"
+    own.write_text("\n".join([BLOCKED, *script[:-1], *batch, script[-1], "print('loss', loss)"]))
+    assert torchrun(2, own).count("loss tensor(") == 2
+
+
 def test_a_wrong_number_of_processes_is_refused(folder: Path) -> None:
     text = forked.run(1, forked.script, str(folder / "main.py"), ok=False)
     assert "the plan needs 2 processes (1 started)" in text

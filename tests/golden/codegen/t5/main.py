@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 main.py --steps 10
 
-The rank scripts stand beside this file; README.md says who does what.
+The rank scripts stand beside this file; README.md says who does what. Where it is imported, it has
+the function `worker` of this rank's script.
 """
 
 from pathlib import Path
@@ -17,4 +18,6 @@ rank, _ = here
 if rank >= 4:
     raise SystemExit(f"this program has 4 ranks, there is no rank {rank}")
 script = Path(__file__).parent / f"rank_{rank}.py"
-run(worker_of(script))
+worker = worker_of(script)
+if __name__ == "__main__":
+    run(worker)
