@@ -41,7 +41,6 @@ from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
 from parcompiler.schedules.planned import planned, trunk
 from parcompiler.schedules.vocabulary import spread
-from parcompiler.spmd.placement import parse
 
 
 def check_types(mesh: object, loss: object, plan: object, passes: object) -> None:
@@ -124,7 +123,6 @@ def check_mesh(
 ) -> None:
     """Refuse a mesh, the user's or one from a search, that does not fit options, model or plan."""
     _check_axes(mesh, options)
-    _check_pieces(mesh, options)
     _check_size(mesh, options, plan)
     _check_order(mesh, options)
     _check_replicas(mesh, model, plan)
@@ -363,26 +361,6 @@ def _check_axes(mesh: Mesh, options: Options) -> None:
         reason = f"and {name} is for gradients of whole batches: leave it out"
     if mesh.context > 1 and reason:
         message = f"context ranks (context={mesh.context}) have pieces of one batch, {reason}"
-        raise InputError(message)
-
-
-def _check_pieces(mesh: Mesh, options: Options) -> None:
-    """Refuse options that ask for pieces where there is only one rank to hold them."""
-    if options.vocabulary in METHODS and mesh.pipeline == 1:
-        instead = "; tensor ranks hold it as sharding= says" if mesh.tensor > 1 else ""
-        message = (
-            f"vocabulary={options.vocabulary!r} spreads the vocabulary over pipeline ranks, and "
-            f"there is only one (pipeline=1{instead}): leave vocabulary out, or take more pipeline "
-            "ranks"
-        )
-        raise InputError(message)
-    pins = {} if isinstance(options.sharding, str) else options.sharding
-    pieces = next((pattern for pattern, text in pins.items() if not parse(text).is_whole), None)
-    if pieces is not None and mesh.tensor == 1:
-        message = (
-            f"sharding pins {pieces!r}: {pins[pieces]!r}, in pieces for tensor ranks, and there is "
-            "only one (tensor=1): leave the pin out, or take more tensor ranks"
-        )
         raise InputError(message)
 
 

@@ -82,13 +82,12 @@ class Request:
         return cls(**{**data, "options": options, "data": batches})
 
     def options_on(self, mesh: Mesh | Cluster) -> dict[str, Any]:
-        """The options for another mesh: without those that divide something among ranks of an axis
-        which has only one there, as `compile` refuses them."""
-        lost = set()
-        if isinstance(mesh, Mesh):
-            degrees = {"zero": mesh.replicas, "vocabulary": mesh.pipeline, "sharding": mesh.tensor}
-            lost = {name for name, degree in degrees.items() if degree == 1}
-        return {name: value for name, value in self.options.items() if name not in lost}
+        """The options for another mesh: without `zero` where there is only one data rank, which
+        `compile` refuses."""
+        alone = isinstance(mesh, Mesh) and mesh.replicas == 1
+        return {
+            name: value for name, value in self.options.items() if not (alone and name == "zero")
+        }
 
     def microbatches_for(self, samples: int, data: int) -> int:
         """The number of micro-batches of `samples` samples on each of `data` data ranks that make a

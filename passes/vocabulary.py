@@ -33,6 +33,7 @@ from parcompiler.vocabulary import VocabularyMatch, find
 
 CANDIDATES = ("whole", "vocab-2", "vocab-1")
 PINNED = "a pin of sharding= says how tensor ranks hold it"
+ALONE = "there is one pipeline rank (on tensor ranks, the sharding splits it)"
 NOTHING = "it looks up no words of the batch and has no head with a cross-entropy"
 
 
@@ -58,7 +59,7 @@ class VocabularyPass(Pass):
         if plan.vocabulary is not None or is_whole:
             return plan
         if plan.mesh.pipeline == 1:
-            return plan
+            return plan if problem.options.vocabulary not in METHODS else _one_rank(problem, plan)
         choices = choices_for(problem)
         if len(choices) == 1:
             return dataclasses.replace(plan, vocabulary=choices[0])
@@ -115,6 +116,12 @@ def choices_for(problem: Problem) -> list[VocabularyChoice]:
     wanted = problem.options.vocabulary
     methods = CANDIDATES if wanted == "auto" and not _asynchronous(problem) else (wanted,)
     return list(_choices(methods, _spread(problem)))
+
+
+def _one_rank(problem: Problem, plan: Plan) -> Plan:
+    """The plan of one pipeline rank, with the reason why nothing is spread."""
+    kept = (f"{problem.graph.name}: {ALONE}",)
+    return dataclasses.replace(plan, vocabulary=VocabularyChoice("whole", kept=kept))
 
 
 def _scheduled(plan: Plan, decided: Plan) -> Plan:

@@ -680,10 +680,6 @@ def _with_options(
     degrees = {"pipeline": pipeline, "tensor": tensor, "data": data}
     if schedule != "pipedream":
         degrees |= _with_context(case, degrees)
-    if degrees["pipeline"] == 1 and options.get("vocabulary") != "whole":
-        options.pop("vocabulary", None)  # it is refused
-    if degrees["tensor"] == 1:
-        options.pop("sharding", None)
     degrees = {axis: degree for axis, degree in degrees.items() if degree > 1}
     more = case.options | options
     return dataclasses.replace(case, mesh=degrees, options=more, training=training)

@@ -221,12 +221,15 @@ def test_another_method_in_a_plan_is_taken() -> None:
     assert again.instructions(0) != program().instructions(0)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_one_pipeline_rank_has_nobody_to_share_with_and_is_refused(tensor: int) -> None:
-    with pytest.raises(pc.InputError, match="over pipeline ranks, and there is only one") as caught:
-        pc.compile(Words(), pc.Mesh(tensor=tensor), (TOKENS, TOKENS), vocabulary="vocab-2")
-    assert ("tensor ranks hold it as sharding= says" in str(caught.value)) == (tensor > 1)
-    assert pc.compile(Words(), pc.Mesh(), (TOKENS, TOKENS), vocabulary="whole").plan.stages
+def test_one_pipeline_rank_has_nobody_to_share_with_and_the_plan_says_so() -> None:
+    program = pc.compile(*zoo_case("gpt"), vocabulary="vocab-2", microbatches=2)
+    choice = program.plan.vocabulary
+    assert choice is not None
+    assert not choice.spread
+    assert "one pipeline rank" in choice.kept[0]
+    assert "one pipeline rank" in program.report().to_text(200)
+    again = pc.compile(program, pc.Mesh(), plan=program.plan, vocabulary="vocab-2")
+    assert again.plan == program.plan
 
 
 def test_blocks_that_another_way_with_the_vocabulary_would_have_are_named_with_it() -> None:
