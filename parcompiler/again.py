@@ -171,8 +171,8 @@ class OperatorCall:
         result, leaves = self.result(), self._leaves
         self._result, self._leaves, self._operands = None, [], ()
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(result, wanted, gradient, allow_unused=True))
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+        gradients = iter(torch.autograd.grad(result, wanted, gradient, allow_unused=True))
+        return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
 
     def _run(self) -> torch.Tensor:
         with once(), torch.enable_grad():

@@ -42,8 +42,8 @@ def _gradient(gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
     *tensors, blank, zero_infinity = arguments
     results = torch.ops.aten._ctc_loss.Tensor(*arguments)
     backward = torch.ops.aten._ctc_loss_backward.Tensor
-    found: torch.Tensor = backward(gradient, *tensors, *results, blank, zero_infinity)
-    return found
+    result: torch.Tensor = backward(gradient, *tensors, *results, blank, zero_infinity)
+    return result
 
 
 def _gradient_without_data(gradient: torch.Tensor, log_probs: torch.Tensor, *_: Any) -> Any:
@@ -91,10 +91,10 @@ def ctc_loss(
     for the mean (each row divided by its length), 2 for the sum."""
     batched = log_probs.dim() == 3
     rows = log_probs if batched else log_probs.unsqueeze(1)
-    given = (targets, *map(torch.as_tensor, (input_lengths, target_lengths)))
+    tensors = (targets, *map(torch.as_tensor, (input_lengths, target_lengths)))
     if not batched:
-        given = given[0], *(item.reshape(1) for item in given[1:])
-    targets, *lengths = (item.to(log_probs.device) for item in given)
+        tensors = tensors[0], *(item.reshape(1) for item in tensors[1:])
+    targets, *lengths = (item.to(log_probs.device) for item in tensors)
     losses: torch.Tensor = CtcLosses.apply(rows, targets, *lengths, blank, zero_infinity)  # type: ignore[no-untyped-call]
     if zero_infinity:
         losses = losses.masked_fill(losses == math.inf, 0.0)

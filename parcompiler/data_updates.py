@@ -48,10 +48,10 @@ class DataUpdates:
         offered("updates", self.way, WAYS)
         offered("compression", self.compression, (None, *COMPRESSIONS))
         local, powersgd = self.way == "local", self.compression == "powersgd"
-        _count("every", self.every, 1, "updates='local'", there=local)
-        _count("compression_rank", self.rank, 1, "compression='powersgd'", there=powersgd)
-        there = self.way == "asynchronous"
-        _count("staleness", self.staleness, 0, "updates='asynchronous'", there=there)
+        _count("every", self.every, 1, "updates='local'", applies=local)
+        _count("compression_rank", self.rank, 1, "compression='powersgd'", applies=powersgd)
+        applies = self.way == "asynchronous"
+        _count("staleness", self.staleness, 0, "updates='asynchronous'", applies=applies)
         numbers = all(isinstance(x, float) and math.isfinite(x) for x in self.outer)
         if len(self.outer) != 2 * local or not numbers:
             message = (
@@ -78,12 +78,12 @@ class DataUpdates:
     ) -> DataUpdates:
         """The value for options of `compile`; None is the default of each."""
         local, powersgd = updates == "local", compression == "powersgd"
-        _owned("every", every, "updates='local'", there=local)
-        _owned("compression_rank", compression_rank, "compression='powersgd'", there=powersgd)
-        _owned("staleness", staleness, "updates='asynchronous'", there=updates == "asynchronous")
-        given: object = ("nesterov" if local else ()) if outer is None else outer
-        given = OUTER.get(given, given) if isinstance(given, str) else given
-        numbers = list[Any](given if isinstance(given, tuple | list) else (given,))
+        _owned("every", every, "updates='local'", applies=local)
+        _owned("compression_rank", compression_rank, "compression='powersgd'", applies=powersgd)
+        _owned("staleness", staleness, "updates='asynchronous'", applies=updates == "asynchronous")
+        settings: object = ("nesterov" if local else ()) if outer is None else outer
+        settings = OUTER.get(settings, settings) if isinstance(settings, str) else settings
+        numbers = list[Any](settings if isinstance(settings, tuple | list) else (settings,))
         return cls(
             updates,
             compression,
@@ -97,10 +97,10 @@ class DataUpdates:
     def options(self) -> dict[str, Any]:
         """The options of `compile` for which `of` returns this value."""
         counts = {"every": self.every, "outer": self.outer, "compression_rank": self.rank}
-        given: dict[str, Any] = {name: value for name, value in counts.items() if value}
+        options: dict[str, Any] = {name: value for name, value in counts.items() if value}
         if self.way == "asynchronous":
-            given["staleness"] = self.staleness
-        return {"updates": self.way, "compression": self.compression, **given}
+            options["staleness"] = self.staleness
+        return {"updates": self.way, "compression": self.compression, **options}
 
     @property
     def separate(self) -> bool:
@@ -122,17 +122,17 @@ class DataUpdates:
         return self.outer == OUTER["average"]
 
 
-def _count(name: str, value: object, least: int, owner: str, *, there: bool) -> None:
-    """Raise InputError unless a number is at least `least`, or 0 where its owner is not `there`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least * there:
+def _count(name: str, value: object, least: int, owner: str, *, applies: bool) -> None:
+    """Raise InputError unless a number is at least `least`, or 0 where its option is off."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least * applies:
         message = f"{name} must be an integer, {least} or more ({shown(value)} given)"
         raise InputError(message)
-    _owned(name, value or None, owner, there=there)
+    _owned(name, value or None, owner, applies=applies)
 
 
-def _owned(name: str, value: object, owner: str, *, there: bool) -> None:
-    """Raise InputError for a value that is given where its owner is not `there`."""
-    if value is not None and not there:
+def _owned(name: str, value: object, owner: str, *, applies: bool) -> None:
+    """Raise InputError for a value of an option that does not apply."""
+    if value is not None and not applies:
         message = f"{name} is for {owner} ({name}={shown(value)} given): leave it out"
         raise InputError(message)
 

@@ -101,8 +101,8 @@ class Device:
         if self.host_memory is not None:
             figures.number("host_memory", self.host_memory, positive=True)
         for name in ("devices_per_node", "multiprocessors"):
-            if (given := getattr(self, name)) != int(given):
-                message = f"device figure {name!r} must be a whole number ({given!r} given)"
+            if (figure := getattr(self, name)) != int(figure):
+                message = f"device figure {name!r} must be a whole number ({figure!r} given)"
                 raise InputError(message)
 
     @property
@@ -138,13 +138,13 @@ class Device:
         """
         data = documents.parse(text, "device")
         optional = "devices_per_node", "multiprocessors", "host", "host_memory", "sources"
-        found = figures.fields(cls, data, "", optional)
-        found["flops"] = tuple(figures.mapping("flops", found["flops"]).items())
-        found["sources"] = tuple(figures.mapping("sources", found.get("sources", {})).items())
+        values = figures.fields(cls, data, "", optional)
+        values["flops"] = tuple(figures.mapping("flops", values["flops"]).items())
+        values["sources"] = tuple(figures.mapping("sources", values.get("sources", {})).items())
         parts = {"efficiency": Efficiency, "link": Link, "network": Link, "host": Link}
-        for name in found.keys() & parts:
-            found[name] = _part(parts[name], found[name], name)
-        return cls(**found)
+        for name in values.keys() & parts:
+            values[name] = _part(parts[name], values[name], name)
+        return cls(**values)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -186,11 +186,11 @@ def _catalogue() -> Traversable:
 
 def _part(cls: type[Any], data: object, name: str) -> Any:
     """The efficiency or a link, from its JSON."""
-    found = figures.fields(cls, data, f"{name}.", optional=("curves",))
-    if "curves" in found:
-        found["curves"] = curves_of(found["curves"])
+    values = figures.fields(cls, data, f"{name}.", optional=("curves",))
+    if "curves" in values:
+        values["curves"] = curves_of(values["curves"])
     try:
-        return cls(**found)
+        return cls(**values)
     except InputError as error:
         message = str(error).replace("figure '", f"figure '{name}.", 1)
         raise InputError(message) from error

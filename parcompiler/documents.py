@@ -59,14 +59,14 @@ def write(path: str | PathLike[str], text: str) -> None:
     """Write a text file, the same bytes on every system. It replaces an older one when it is
     complete, so that an interruption leaves the old one or the new one. Raises OSError."""
     place = Path(os.path.realpath(path))  # a link stays a link
-    own = place.is_file() and os.access(place, os.W_OK)  # and no device, such as /dev/stdout
-    if not ((own or not place.exists()) and os.access(place.parent, os.W_OK)):
+    writable = place.is_file() and os.access(place, os.W_OK)  # and no device, such as /dev/stdout
+    if not ((writable or not place.exists()) and os.access(place.parent, os.W_OK)):
         place.write_text(text, encoding="utf-8", newline="\n")
         return
     beside = place.with_name(f".{place.name[:50]}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8", newline="\n")
-        if own:
+        if writable:
             shutil.copymode(place, beside)
         beside.replace(place)
     except BaseException:

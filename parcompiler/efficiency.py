@@ -138,8 +138,8 @@ class Efficiency:
 
     @classmethod
     def _fractions(cls) -> list[str]:
-        own = (item.name for item in dataclasses.fields(cls) if item.init)
-        return [name for name in own if name != "curves"]
+        names = (item.name for item in dataclasses.fields(cls) if item.init)
+        return [name for name in names if name != "curves"]
 
 
 def curves_of(data: object) -> tuple[Curve, ...]:

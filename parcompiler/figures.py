@@ -43,13 +43,13 @@ def mapping(name: str, data: object) -> Mapping[str, Any]:
 
 def pairs(name: str, data: object) -> tuple[tuple[str, Any], ...]:
     """Pairs of a name and what it is, sorted. Raises InputError for anything else."""
-    found: list[tuple[str, Any]] = []
+    items: list[tuple[str, Any]] = []
     for pair in data if isinstance(data, tuple | list) else [None]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             message = f"device figure '{name}' must be pairs ({shown(data)} given)"
             raise InputError(message)
-        found.append((pair[0], pair[1]))
-    return tuple(sorted(found, key=lambda pair: pair[0]))
+        items.append((pair[0], pair[1]))
+    return tuple(sorted(items, key=lambda pair: pair[0]))
 
 
 def number(name: str, value: object, *, positive: bool = False, most: float = math.inf) -> None:

@@ -92,16 +92,16 @@ def flow(
                 check_lowered,
                 steps,
             )
-            found, problem, best = search.answer()
-            return found, problem, _with_costs(local(problem, best), best)
+            decision, problem, best = search.answer()
+            return decision, problem, _with_costs(local(problem, best), best)
 
         try:
             captured, problem, plan = decided(options)
         except InfeasibleError:
-            found = _in_parts(captured, options, decided) if plan is None else None
-            if found is None:
+            decision = _in_parts(captured, options, decided) if plan is None else None
+            if decision is None:
                 raise
-            captured, problem, plan = found
+            captured, problem, plan = decision
         _warn_of_whole_vocabulary(plan, options)
         with steps("lower"):
             rank_problem = local(problem, plan)
@@ -127,9 +127,9 @@ def _in_parts(
         for level in LEVELS[1:]:
             with suppress(InfeasibleError, InputError):
                 shared = replace(options, zero=level)
-                found = decided(shared)
+                prepared = decided(shared)
                 _warn_of_whole_gradients(captured, shared)
-                return found
+                return prepared
     return None
 
 

@@ -182,7 +182,7 @@ def parse(text: str) -> tuple[Instruction, ...]:
             continue
         for i in indices:
             for inner in body:
-                written = _INDEX.sub(lambda found, i=i: f"mb {i + int(found[1] or 0)}", inner)  # type: ignore[misc]
+                written = _INDEX.sub(lambda match, i=i: f"mb {i + int(match[1] or 0)}", inner)  # type: ignore[misc]
                 instructions.append(Instruction.parse(written))
         indices, body = range(0), []
         if loop := _LOOP.fullmatch(line):

@@ -124,23 +124,23 @@ class Mesh:
 
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of `rank`. Raises InputError outside 0 … size - 1."""
-        found = whole(rank)
-        if found is None or not 0 <= found < self.size:
+        number = whole(rank)
+        if number is None or not 0 <= number < self.size:
             message = (
                 f"rank {shown(rank)} is not in the mesh ({self.size} ranks: 0 to {self.size - 1})"
             )
             raise InputError(message)
-        at = self.grid.coordinate(found)
+        at = self.grid.coordinate(number)
         return dataclasses.replace(at, data=self.grid.batch_of(at.data))
 
     def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0, context: int = 0) -> int:
         """The rank at a `pipeline`, `data`, `tensor` and `context` coordinate. Raises InputError
         when the mesh has no such place."""
         place = {"pipeline": pipeline, "data": data, "tensor": tensor, "context": context}
-        for axis, given in place.items():
-            degree, index = getattr(self, axis), whole(given)
+        for axis, coordinate in place.items():
+            degree, index = getattr(self, axis), whole(coordinate)
             if index is None or not 0 <= index < degree:
-                message = f"no {axis} coordinate {shown(given)} in the mesh ({axis}={degree})"
+                message = f"no {axis} coordinate {shown(coordinate)} in the mesh ({axis}={degree})"
                 raise InputError(message)
         return self.grid.rank(pipeline, data * self.context + context, tensor)
 
@@ -172,8 +172,8 @@ class Cluster:
             raise InputError(message)
         hardware = Mesh(device=self.device).hardware
         if hardware.devices_per_node != self.devices_per_node:
-            own = dataclasses.replace(hardware, devices_per_node=self.devices_per_node)
-            object.__setattr__(self, "device", own)
+            device = dataclasses.replace(hardware, devices_per_node=self.devices_per_node)
+            object.__setattr__(self, "device", device)
         elif _is_file(self.device):
             object.__setattr__(self, "device", hardware)
 
@@ -204,35 +204,35 @@ def divisors(count: int) -> list[int]:
     return [number for number in range(1, count + 1) if count % number == 0]
 
 
-def _each(given: Sequence[object], pipeline: int) -> Device | str | tuple[Device | str, ...]:
+def _each(values: Sequence[object], pipeline: int) -> Device | str | tuple[Device | str, ...]:
     """The devices of a sequence, or a single one if all are equal."""
-    if len(given) != pipeline:
+    if len(values) != pipeline:
         message = (
-            f"the mesh needs a device for each pipeline coordinate ({len(given)} given, "
+            f"the mesh needs a device for each pipeline coordinate ({len(values)} given, "
             f"pipeline={pipeline})"
         )
         raise InputError(message)
-    found = tuple(map(_read, given))
-    known = list(map(_figures, found))
+    devices = tuple(map(_read, values))
+    known = list(map(_figures, devices))
     if all(one == known[0] for one in known):
-        return found[0]
+        return devices[0]
     if len({one.is_cpu for one in known}) > 1:
         names = ", ".join(one.name for one in known)
         message = f"ranks on CPUs and on other devices cannot exchange messages ({names} given)"
         raise InputError(message)
-    return found
+    return devices
 
 
 def _read(value: object) -> Device | str:
     """A device, or the name of a known one; a file is read."""
-    found = Device.load(value) if _is_file(value) else value
-    if isinstance(found, str):
-        found = device(found).name
-    if not isinstance(found, str | Device):
-        kind = type(found).__name__
+    entry = Device.load(value) if _is_file(value) else value
+    if isinstance(entry, str):
+        entry = device(entry).name
+    if not isinstance(entry, str | Device):
+        kind = type(entry).__name__
         message = f"the mesh's device must be a name or a Device ({kind} given)"
         raise InputError(message)
-    return found
+    return entry
 
 
 def _figures(value: object) -> Device:
@@ -250,17 +250,17 @@ def _is_file(value: object) -> TypeGuard[str | PathLike[str]]:
     return isinstance(value, PathLike) or (isinstance(value, str) and value.endswith(".json"))
 
 
-def positive(what: str, given: object, most: float = math.inf) -> int:
+def positive(name: str, value: object, most: float = math.inf) -> int:
     """A count that the user gave, of any type of integers, as `int`.
 
     Raises InputError unless it is from 1 to `most`.
     """
-    count = whole(given)
+    count = whole(value)
     if count is None or count < 1:
-        message = f"{what} must be a positive integer ({shown(given)} given)"
+        message = f"{name} must be a positive integer ({shown(value)} given)"
         raise InputError(message)
     if count > most:
-        message = f"{what} may be at most {most:,} ({shown(count)} given)"
+        message = f"{name} may be at most {most:,} ({shown(count)} given)"
         raise InputError(message)
     return count
 

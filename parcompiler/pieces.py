@@ -83,11 +83,11 @@ def dealt(
     >>> dealt({"a": 4, "b": 3, "c": 3, "d": 2}, 2)
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
     """
-    loads, found = [0] * n, dict[str, int]()
+    loads, owners = [0] * n, dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        found[name] = homes[name] if name in homes else loads.index(min(loads))
-        loads[found[name]] += sizes[name]
-    return found
+        owners[name] = homes[name] if name in homes else loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +127,12 @@ class Shard:
     def spans(self, n: int, rank: int) -> tuple[Span, ...]:
         """The runs of `rank` in the dimension: a piece, or two chunks, of each segment."""
         places = ((rank, 2 * n), (2 * n - 1 - rank, 2 * n)) if self.zigzag else ((rank, n),)
-        found = []
+        spans = []
         for start, size in zip(itertools.accumulate((0, *self.sizes)), self.sizes, strict=False):
             for place, of in places:
-                own = piece(size, of, place)
-                found.append(Span(start + own.start, own.size))
-        return tuple(found)
+                part = piece(size, of, place)
+                spans.append(Span(start + part.start, part.size))
+        return tuple(spans)
 
     def length(self, n: int, rank: int) -> int:
         """The number of elements of the dimension that `rank` holds."""
@@ -148,11 +148,11 @@ class Shard:
         parts = [whole.narrow(self.dim, span.start, span.size) for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def pad(self, own: torch.Tensor, n: int, rank: int) -> torch.Tensor:
+    def pad(self, local: torch.Tensor, n: int, rank: int) -> torch.Tensor:
         """The whole with the piece of `rank` in its place and zeros elsewhere."""
-        padded = own.new_zeros(self.shape(own.shape))
+        padded = local.new_zeros(self.shape(local.shape))
         spans = self.spans(n, rank)
-        for part, span in zip(self._parts(own, n, rank), spans, strict=True):
+        for part, span in zip(self._parts(local, n, rank), spans, strict=True):
             padded.narrow(self.dim, span.start, span.size).copy_(part)
         return padded
 
@@ -160,13 +160,13 @@ class Shard:
         """The whole from the pieces of all ranks, in order."""
         n = len(pieces)
         spans = [span for rank in range(n) for span in self.spans(n, rank)]
-        parts = [part for rank, own in enumerate(pieces) for part in self._parts(own, n, rank)]
+        parts = [part for rank, local in enumerate(pieces) for part in self._parts(local, n, rank)]
         order = sorted(range(len(spans)), key=lambda place: spans[place].start)
         return torch.cat([parts[place] for place in order], self.dim)
 
-    def _parts(self, own: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, ...]:
+    def _parts(self, local: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, ...]:
         """The piece of `rank`, divided into its runs."""
-        parts: tuple[torch.Tensor, ...] = own.split(
+        parts: tuple[torch.Tensor, ...] = local.split(
             [span.size for span in self.spans(n, rank)], self.dim
         )
         return parts

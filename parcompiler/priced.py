@@ -51,14 +51,14 @@ class Priced:
         times: Sequence[Mapping[str, TemplateTime]],
     ) -> Priced:
         """Blocks with the times of their templates: `times` has one entry, or one for each rank."""
-        names, given = [block.template for block in parts.blocks], tuple(costs)
+        names, block_costs = [block.template for block in parts.blocks], tuple(costs)
 
         def made(took: Mapping[str, TemplateTime]) -> Priced:
             backward = tuple(took[name].backward for name in names)
             weight = map(min, (took[name].weight for name in names), backward)
             forward = tuple(took[name].forward for name in names)
             hidden = tuple(took[name].hidden for name in names)
-            return Priced(parts, given, forward, backward, tuple(weight), hidden, sent)
+            return Priced(parts, block_costs, forward, backward, tuple(weight), hidden, sent)
 
         if len(times) == 1:
             return made(times[0])
@@ -72,11 +72,11 @@ class Priced:
     def pace(self) -> float:
         """Upper bound on the aggregate speed of all ranks, in units of the fastest device; 0 where
         all devices are the same."""
-        found = []
+        speeds = []
         for one in self.ranks:
             rows = zip(self.forward, self.backward, one.forward, one.backward, strict=True)
-            found.append(max(((a + b) / (c + d) for a, b, c, d in rows if a + b), default=1.0))
-        return math.fsum(found)
+            speeds.append(max(((a + b) / (c + d) for a, b, c, d in rows if a + b), default=1.0))
+        return math.fsum(speeds)
 
     def recomputing(self, names: Collection[str]) -> Priced:
         """The blocks, with those of these names recomputed."""
@@ -159,20 +159,20 @@ class Priced:
         """Bytes that each block keeps for its backward. A value between blocks counts once, with
         the block that makes it."""
         kept: set[fx.Node] = set()
-        own = []
+        inside = []
         for block, cost in zip(self.cut.blocks, self.costs, strict=True):
             if block.name in self.recomputed:
                 kept.update(block.inputs)
-                own.append(0)
+                inside.append(0)
             elif block.name in self.copies:
-                own.append(0)
+                inside.append(0)
             else:
                 kept.update(block.inputs[i] for i in cost.kept_inputs)
                 kept.update(block.outputs[i] for i in cost.kept_outputs)
-                own.append(cost.saved - cost.saved_outputs)
+                inside.append(cost.saved - cost.saved_outputs)
         return tuple(
             inner + sum(nbytes_of(node) for node in block.outputs if node in kept)
-            for block, inner in zip(self.cut.blocks, own, strict=True)
+            for block, inner in zip(self.cut.blocks, inside, strict=True)
         )
 
     @cached_property
@@ -204,9 +204,9 @@ class Priced:
 
 def _least(times: Sequence[Mapping[str, TemplateTime]]) -> dict[str, TemplateTime]:
     """The least time of each template on any device."""
-    found = {}
+    fastest = {}
     for name in times[0]:
-        own = [took[name] for took in times]
+        of_kinds = [took[name] for took in times]
         fields = ("forward", "backward", "weight", "hidden")
-        found[name] = TemplateTime(name, *(min(getattr(t, x) for t in own) for x in fields))
-    return found
+        fastest[name] = TemplateTime(name, *(min(getattr(t, x) for t in of_kinds) for x in fields))
+    return fastest

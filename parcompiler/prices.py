@@ -85,7 +85,9 @@ def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCo
     """Seconds and bytes of one micro-batch on each lowered stage, which may be a unit."""
     divided = replace(plan, stages=lowered.choices)
     stages = costs(problem, divided, [stage.tensors for stage in lowered.stages])
-    if not any(line.kind is Kind.GATHER_PARAMETERS for own in lowered.instructions for line in own):
+    if not any(
+        line.kind is Kind.GATHER_PARAMETERS for lines in lowered.instructions for line in lines
+    ):
         return stages
     moments = _ready_seconds(problem, divided, lowered)
     return tuple(replace(cost, ready=moment) for cost, moment in zip(stages, moments, strict=True))
@@ -144,8 +146,8 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
             held = [by_name[name] for name in lowered.stages[line.stage].tensors]
             taken = 0.0
             for expert in (None, 0):
-                own = [x for x in held if bool(x.experts) == (expert == 0)]
-                nbytes = sum(item.nbytes for item in own if problem.sharers(item) > 1)
+                items = [x for x in held if bool(x.experts) == (expert == 0)]
+                nbytes = sum(item.nbytes for item in items if problem.sharers(item) > 1)
                 group = lowered.grid.replicas(line.ranks, expert=expert)
                 if nbytes:
                     taken += collective.joined(problem.mesh, "all-gather", nbytes, group)
@@ -210,9 +212,9 @@ def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
     optimizer states and masters, which the other data ranks do not have."""
     by_name, loads = _held(lowered), [(0, 0)]
     for rank in range(lowered.size):
-        own = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
-        states = sum(item.numel * problem.bytes_of(item)[2] for item in own)
-        both = (((problem.sharers(x) - 1) * (x.gradient_nbytes + x.nbytes)) for x in own)
+        items = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
+        states = sum(item.numel * problem.bytes_of(item)[2] for item in items)
+        both = (((problem.sharers(x) - 1) * (x.gradient_nbytes + x.nbytes)) for x in items)
         loads.append((sum(both), states))
     return max(loads)
 

@@ -47,7 +47,7 @@ from parcompiler.pieces import dealt
 from parcompiler.plan import Plan, Sharding, TemplateTime, VocabularyTime
 from parcompiler.priced import Priced
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 Judge = Callable[["Problem", Plan], float]
 
 SPARE = 0.01  # share of memory left free where parameters are gathered; twice that in pipelines
@@ -71,7 +71,7 @@ def filled(items: Iterable[Parameter], most: int) -> list[list[Parameter]]:
     parameter of each. A bucket has one dtype, and either experts or no experts. A tensor that is
     larger, or has row gradients, is a bucket by itself; small ones before and after it share one.
     """
-    found: list[list[Parameter]] = []
+    buckets: list[list[Parameter]] = []
     unfilled: dict[Hashable, list[Parameter]] = {}
     sizes: Counter[Hashable] = Counter()  # of unfilled buckets, in bytes
     place: dict[str, int] = {}
@@ -79,14 +79,14 @@ def filled(items: Iterable[Parameter], most: int) -> list[list[Parameter]]:
         place[item.name] = len(place)
         alike, size = (item.dtype, bool(item.experts)), item.gradient_nbytes
         if item.looked_up or size > most:
-            found.append([item])
+            buckets.append([item])
             continue
         if alike not in unfilled or sizes[alike] + size > most:
             unfilled[alike], sizes[alike] = [], 0
-            found.append(unfilled[alike])
+            buckets.append(unfilled[alike])
         unfilled[alike].append(item)
         sizes[alike] += size
-    return sorted(found, key=lambda part: place[part[-1].name])
+    return sorted(buckets, key=lambda part: place[part[-1].name])
 
 
 def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype | None) -> Graph:
@@ -102,13 +102,13 @@ def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype |
 class Cache:
     """Computed and measured results for one graph; problems that differ in options share it.
 
-    `found` is by mesh, level of ZeRO and key (see `Problem.once`); `priced` by granularity,
+    `values` is by mesh, level of ZeRO and key (see `Problem.once`); `priced` by granularity,
     recomputed blocks, and whether parameters are gathered, cheap operators run again, and the
     blocks are offloaded instead. Measured are `times`, by granularity and template, and
     `vocabulary_times`, by method.
     """
 
-    found: dict[Hashable, Any] = field(default_factory=dict)
+    values: dict[Hashable, Any] = field(default_factory=dict)
     priced: dict[tuple[int, frozenset[str], bool, bool, bool], Priced] = field(default_factory=dict)
     times: dict[tuple[int, str], TemplateTime] = field(default_factory=dict)
     vocabulary_times: dict[str, VocabularyTime] = field(default_factory=dict)
@@ -137,16 +137,16 @@ class Problem:
     judge: Judge | None = field(default=None, repr=False, compare=False)
     cache: Cache = field(default_factory=Cache, repr=False, compare=False)
 
-    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+    def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
         """The result of `find`, cached by key, mesh, level of ZeRO, and kind of recomputation.
 
         Many schedules share results. Every other option on which one depends must be in the key.
         """
         place = self.mesh, self.options.zero, self.selective, self.offload, key
-        if place not in self.cache.found:
-            self.cache.found[place] = find()
-        found: Found = self.cache.found[place]
-        return found
+        if place not in self.cache.values:
+            self.cache.values[place] = find()
+        value: Value = self.cache.values[place]
+        return value
 
     def anew(self, **changes: Any) -> Problem:
         """The problem of another graph or mesh, with an empty cache."""
@@ -177,11 +177,11 @@ class Problem:
         """The problem at a level of ZeRO, or with the level undecided ("auto")."""
         place = "zero", self.mesh, level, self.selective, self.offload
         options = dataclasses.replace(self.options, zero=level)
-        found: Problem | None = self.cache.found.get(place)
-        if found is None or (found.options, found.explain) != (options, self.explain):
-            found = dataclasses.replace(self, options=options)
-            self.cache.found[place] = found
-        return found
+        problem: Problem | None = self.cache.values.get(place)
+        if problem is None or (problem.options, problem.explain) != (options, self.explain):
+            problem = dataclasses.replace(self, options=options)
+            self.cache.values[place] = problem
+        return problem
 
     def selectively(self, selective: bool, *, offload: bool = False) -> Problem:
         """The problem with or without selective recomputation, and with blocks offloaded or not."""
@@ -263,21 +263,21 @@ class Problem:
         if key not in self.cache.priced:
             if self.gathers:
                 plain = self.at_zero("auto").recomputing(level, names)
-                found = plain.gathering(self.exchanges(plain))
+                priced = plain.gathering(self.exchanges(plain))
             else:
-                found = self._sparing(level, key[1]) if names else self._plain(level)
-            self.cache.priced[key] = found
+                priced = self._sparing(level, key[1]) if names else self._plain(level)
+            self.cache.priced[key] = priced
         return self.cache.priced[key]
 
     def _sparing(self, level: int, names: frozenset[str]) -> Priced:
         """The blocks at a granularity, with the named ones recomputed as a whole, or offloaded."""
-        found = self.priced(level)
+        priced = self.priced(level)
         if self.selective and not self.offload:
-            found = found.mixed(self.selectively(False).priced(level), names)
+            priced = priced.mixed(self.selectively(False).priced(level), names)
         if not self.offload:
-            return found.recomputing(names)
+            return priced.recomputing(names)
         assert self.host is not None, "such devices are refused with the options"
-        return found.offloading(names, self.host, beside=self.accelerator)
+        return priced.offloading(names, self.host, beside=self.accelerator)
 
     def _plain(self, level: int) -> Priced:
         """The blocks at a granularity, without recomputation and gathers."""
@@ -306,11 +306,11 @@ class Problem:
             parts = filled(trained, self.bucket)
             return sum(known("reduce-scatter", self.sent_bytes(part), expert) for part in parts)
 
-        known, found = functools.cache(joined), []
+        known, seconds = functools.cache(joined), []
         for block in priced.cut.blocks:
             gathers = [known("all-gather", self._unit_bytes(block, of), of) for of in (None, 0)]
-            found.append((sum(gathers), sum(summed(block, of) for of in (None, 0))))
-        return found
+            seconds.append((sum(gathers), sum(summed(block, of) for of in (None, 0))))
+        return seconds
 
     def sent_bytes(self, bucket: Iterable[Parameter]) -> int:
         """Bytes of the sum of a bucket, compressed if the options say so."""
@@ -331,14 +331,14 @@ class Problem:
         and master, on a data rank: whole, or a shard where the level of ZeRO shards them."""
         return self._for_alike(item, self._kept_bytes)
 
-    def _for_alike(self, item: Parameter, find: Callable[[Parameter], Found]) -> Found:
+    def _for_alike(self, item: Parameter, find: Callable[[Parameter], Value]) -> Value:
         """`find(item)`, cached for parameters of equal shape and dtype, as layers are many."""
         key = (find.__name__, item.shape, item.dtype, item.trainable, item.buffer, item.experts,
                item.looked_up, item.has_master)  # fmt: skip
         if key not in self._alike:
             self._alike[key] = find(item)
-        found: Found = self._alike[key]
-        return found
+        value: Value = self._alike[key]
+        return value
 
     @cached_property
     def _alike(self) -> dict[Hashable, Any]:
@@ -512,7 +512,7 @@ class Problem:
     ) -> dict[str, TemplateTime]:
         """Seconds of each template on the one device, modelled or measured."""
         first = {block.template: block for block in reversed(parts.blocks)}
-        found = {}
+        seconds = {}
         for name, cost in costs.items():
             known = self.cache.times.get((level, name))
             if self.selective and (known is not None or self.bench is not None):
@@ -520,11 +520,11 @@ class Problem:
             elif known is None:
                 known = modelled(name, cost, self.device)
                 if self.bench is not None:
-                    given = first[name], self.graph, self.device, self.bench
-                    known = measured(known, cost, *given)
+                    context = first[name], self.graph, self.device, self.bench
+                    known = measured(known, cost, *context)
                     self.cache.times[level, name] = known
-            found[name] = known
-        return found
+            seconds[name] = known
+        return seconds
 
     def _longer(self, level: int, name: str, block: Block, cost: BlockCost) -> TemplateTime:
         """A measured template's time, plus the modelled time of the operators that selective
@@ -593,7 +593,7 @@ class Problem:
         """Prologue values that some device takes longer to recompute than to receive."""
         effects, devices = effects_of(self.graph), set(self.devices)
         used = {node for block in parts.blocks for node in block.inputs}
-        found = []
+        cheaper = []
         for node in parts.prologue:
             if node in used - parts.constants:
                 members = cone(node, effects)
@@ -602,5 +602,5 @@ class Problem:
                 inputs = {o: o.name for o in outside if o.name in self.graph.input_nodes}
                 cost = self._cost(nodes, inputs, (node,))
                 if any(seconds(cost.forward, one) > self.carried(node) for one in devices):
-                    found.append(node)
-        return tuple(found)
+                    cheaper.append(node)
+        return tuple(cheaper)

@@ -79,12 +79,12 @@ class Program:
         """
         from parcompiler.report import Report
 
-        given = self.problem, self.plan, self.lowered, self.timeline
+        parts = self.problem, self.plan, self.lowered, self.timeline
         if not forms:
-            return Report.of(*given, meshes=meshes)
+            return Report.of(*parts, meshes=meshes)
         from parcompiler.symbolic.costs import forms_of, symbols_of
 
-        return Report.of(*given, symbols_of(self.costs), forms_of(self.costs), meshes=meshes)
+        return Report.of(*parts, symbols_of(self.costs), forms_of(self.costs), meshes=meshes)
 
     @cached_property
     def costs(self) -> Costs:
@@ -260,8 +260,8 @@ class Program:
 
     def on(self, graph: Graph) -> Program:
         """The program of the same plan, for the graph in another precision or with other values."""
-        given = self.problem
-        problem = Problem(graph, given.mesh, given.options, context=given.context)
+        current = self.problem
+        problem = Problem(graph, current.mesh, current.options, context=current.context)
         if graph.fx_graph is self.problem.graph.fx_graph:  # the same program with other values
             divided = dataclasses.replace(self.lowered.graph, tensors=graph.tensors)
             lowered = dataclasses.replace(self.lowered, graph=divided)

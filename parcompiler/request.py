@@ -120,8 +120,8 @@ def check_fits(graph: Graph, checkpoint: Checkpoint) -> None:
     for name in sorted(shapes.keys() | stored.keys()):
         if shapes.get(name) != stored.get(name):
             there, here = (
-                f"has the shape {found[name]}" if name in found else "is missing"
-                for found in (stored, shapes)
+                f"has the shape {known[name]}" if name in known else "is missing"
+                for known in (stored, shapes)
             )
             message = (
                 f"{checkpoint.path} is of another model: {name!r} {there} there, and {here} here"
@@ -132,13 +132,13 @@ def check_fits(graph: Graph, checkpoint: Checkpoint) -> None:
 def _options(options: Options) -> dict[str, Any]:
     """The options that are not the defaults, without those that fit only one mesh."""
     default = Options(1)
-    found = {}
+    changed = {}
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
         of_mesh = item.name in _OF_A_MESH and not isinstance(value, str)
         if value != getattr(default, item.name) and not of_mesh:
-            found[item.name] = value
-    return found
+            changed[item.name] = value
+    return changed
 
 
 def check_published(graph: Graph, folder: Path) -> None:
@@ -150,11 +150,11 @@ def check_published(graph: Graph, folder: Path) -> None:
     stored = published.grouped(mapping)
     try:
         for item in parameters:
-            own = (item.name, *item.aliases)
-            found = next((stored[name] for name in own if name in stored), None)
-            if found is not None:
-                published.boxes(source, mapping, found, item.shape)
-            elif not {*own} <= {*item.unsaved}:
+            aliases = (item.name, *item.aliases)
+            tensor = next((stored[name] for name in aliases if name in stored), None)
+            if tensor is not None:
+                published.boxes(source, mapping, tensor, item.shape)
+            elif not {*aliases} <= {*item.unsaved}:
                 message = f"there is no {item.name!r}"
                 raise InputError(message)
         unknown = [keys[0] for name, keys in stored.items() if name not in names]

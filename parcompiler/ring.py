@@ -82,7 +82,7 @@ class RingAttention(torch.autograd.Function):
         query, key, value, *_ = saved = ctx.saved_tensors  # read once: it may run layers again
         (rank, n), rotate, is_causal, zigzag, scale = ctx.settings
         of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-        own = pair = _packed(key, value)
+        gradient = pair = _packed(key, value)
         following: Arriving | None = None  # gradients of the keys that are here
         for step in range(n):
             arriving = rotate(pair) if step < n - 1 else None
@@ -91,13 +91,13 @@ class RingAttention(torch.autograd.Function):
             if following is not None:
                 summand += following()
             if step == 0:
-                own = summand
+                gradient = summand
             else:
                 following = rotate(summand)
             pair = arriving() if arriving else pair
         assert following is not None, "a ring has two ranks or more"
-        own += following()
-        return of_query.to(query.dtype), *_unpacked(own, key, value, slice(None)), *[None] * 5
+        gradient += following()
+        return of_query.to(query.dtype), *_unpacked(gradient, key, value, slice(None)), *[None] * 5
 
 
 def _summand(
@@ -116,11 +116,11 @@ def _summand(
         rows, keys, causal = seen
         some = _unpacked(pair, key, value, keys)
         whole = result[..., rows, :], sums[..., rows]
-        found = attend_backward(
+        gradients = attend_backward(
             gradient[..., rows, :], query[..., rows, :], *some, *whole, causal, scale
         )
-        of_query[..., rows, :].add_(found[0])
-        for one, part in zip(_unpacked(summand, key, value, keys), found[1:], strict=True):
+        of_query[..., rows, :].add_(gradients[0])
+        for one, part in zip(_unpacked(summand, key, value, keys), gradients[1:], strict=True):
             one.copy_(part)
     return summand
 

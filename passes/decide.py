@@ -124,8 +124,8 @@ def plainest(
     )
     vocabulary = best.vocabulary
     if vocabulary is not None and plan.vocabulary is not None:
-        own = local(problem, best)
-        peak = max(estimate(own, best).peak_memory)
+        rank_problem = local(problem, best)
+        peak = max(estimate(rank_problem, best).peak_memory)
         methods = tuple(
             Method(item.method, best.schedule, step, peak)
             if item.method == vocabulary.method
@@ -207,13 +207,13 @@ def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
     methods = [choice.method for choice in choices_for(problem)]
     if problem.options.vocabulary != "auto":
         methods = [problem.options.vocabulary]
-    found = []
+    plainer = []
     for candidate in candidates_for(problem, start(problem)) if auto else (plan,):
         for method in methods:
             key = (*plainness(candidate)[:3], False, method != "whole")
             name, stages = candidate.schedule or "", candidate.virtual_stages
-            found.append(Plainer(key, name, stages, method))
-    return sorted(found, key=lambda item: item.key)
+            plainer.append(Plainer(key, name, stages, method))
+    return sorted(plainer, key=lambda item: item.key)
 
 
 def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:

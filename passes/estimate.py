@@ -27,7 +27,7 @@ from parcompiler.passes.footprint import (
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
-from parcompiler.problem import Found, Problem, filled
+from parcompiler.problem import Problem, Value, filled
 from parcompiler.schedules.planned import held as kept_by
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
@@ -43,8 +43,8 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
 
     def find() -> Timing:
         everywhere, stages = vocabulary_cost(problem, plan), costs(problem, plan)
-        what = stages, messages(problem, plan), everywhere
-        result = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
+        inputs = stages, messages(problem, plan), everywhere
+        result = timing_of_many(orders_of(plan, planned), plan.microbatches, *inputs)
         return replace(result, step_time=result.step_time + _update(plan, stages, everywhere))
 
     return problem.once(("estimate", *decisions(plan)), find)
@@ -52,8 +52,8 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
 
 def step_edges(problem: Problem, plan: Plan) -> list[StepEdges]:
     """What each rank does at the edges of `estimate`'s step."""
-    what = costs(problem, plan), messages(problem, plan), vocabulary_cost(problem, plan)
-    return edges_of_many(orders_of(plan, planned), plan.microbatches, *what)
+    inputs = costs(problem, plan), messages(problem, plan), vocabulary_cost(problem, plan)
+    return edges_of_many(orders_of(plan, planned), plan.microbatches, *inputs)
 
 
 def update_seconds(problem: Problem, plan: Plan) -> float:
@@ -74,9 +74,11 @@ def least_update(problem: Problem) -> float:
     def find() -> float:
         graph, mesh = problem.graph, problem.mesh
         shared = graph.vocabulary.tensors if graph.vocabulary else ()
-        own = (item for item in graph.parameters if item.name not in shared)
+        items = (item for item in graph.parameters if item.name not in shared)
         rows = vocabulary_rows(graph, mesh.pipeline * mesh.tensor) if shared else ()
-        return _seconds_to_update(problem, own) / mesh.pipeline + _seconds_to_update(problem, rows)
+        return _seconds_to_update(problem, items) / mesh.pipeline + _seconds_to_update(
+            problem, rows
+        )
 
     return problem.once(("least update", problem.graph.vocabulary is not None), find)
 
@@ -99,9 +101,9 @@ def alone(problem: Problem, plan: Plan) -> float:
 
     Exact where the vocabulary is on stages, and cheaper to compute.
     """
-    what = costs(problem, plan), messages(problem, plan)
-    update = _update(plan, what[0], vocabulary_cost(problem, plan))
-    return step_time(orders_of(plan, _headless), plan.microbatches, *what) + update
+    inputs = costs(problem, plan), messages(problem, plan)
+    update = _update(plan, inputs[0], vocabulary_cost(problem, plan))
+    return step_time(orders_of(plan, _headless), plan.microbatches, *inputs) + update
 
 
 def _headless(plan: Plan) -> Schedule:
@@ -147,66 +149,66 @@ def _costs(
     users = Counter(
         (rank, name) for rank, names in zip(placement, held, strict=True) for name in names
     )
-    homes = [(rank, b) for rank, own in zip(placement, blocks, strict=True) for b in own]
+    homes = [(rank, b) for rank, members in zip(placement, blocks, strict=True) for b in members]
     seen: set[tuple[int, str]] = set()
-    orders = [tuple(sorted(own)) for own in blocks]
+    orders = [tuple(sorted(members)) for members in blocks]
     alike = "stage cost", plan.granularity, plan.recompute
     is_kept = not lowered and not outline(plan).asynchronous
 
-    def once(key: tuple[Hashable, ...], find: Callable[[], Found]) -> Found:
+    def once(key: tuple[Hashable, ...], find: Callable[[], Value]) -> Value:
         """Cached where possible: other divisions may have the same stage."""
         return problem.once((*alike, *key), find) if is_kept else find()
 
     each = [once((order,), partial(exchanged, problem, timed, order)) for order in orders]
-    found = []
-    for j, (own, names) in enumerate(zip(blocks, held, strict=True)):
+    costs = []
+    for j, (members, names) in enumerate(zip(blocks, held, strict=True)):
         rank = placement[j]
         new = [problem.graph.by_name[n] for n in sorted(names) if (rank, n) not in seen]
         seen.update((rank, name) for name in names)
         alone = {name for name in names if users[rank, name] == 1}
-        beside = {b for home, b in homes if home == rank}.difference(own)
+        beside = {b for home, b in homes if home == rank}.difference(members)
         exchange = each[j]
         if problem.gathers:
             exchange = _beside(each, j, [k for k, home in enumerate(placement) if home == rank])
-        here = tuple(x.name for x in new), frozenset(alone), frozenset(beside)
-        key = rank, orders[j], *here, exchange.beside, exchange.before, exchange.resident
+        reads = tuple(x.name for x in new), frozenset(alone), frozenset(beside)
+        key = rank, orders[j], *reads, exchange.beside, exchange.before, exchange.resident
         if lowered:  # gathered parameters are tensors of their own
             exchange = exchange._replace(gathered=())
-        what = problem, plan, j, timed.on(rank), orders[j], new, alone, beside, exchange
-        cost = once(key, partial(_cost, *what))
-        found.append(replace(cost, gathered=sum(each[j].gathered) if lowered else 0))
+        arguments = problem, plan, j, timed.on(rank), orders[j], new, alone, beside, exchange
+        cost = once(key, partial(_cost, *arguments))
+        costs.append(replace(cost, gathered=sum(each[j].gathered) if lowered else 0))
     for rank in dict.fromkeys(placement):
         parts = [each[k] for k, home in enumerate(placement) if home == rank]
         first = placement.index(rank)
         left, last = zip(*(part.at_end for part in parts), strict=True)
-        found[first] = replace(
-            found[first],
-            resident=found[first].resident + problem.held_batch_bytes + in_flight(parts),
+        costs[first] = replace(
+            costs[first],
+            resident=costs[first].resident + problem.held_batch_bytes + in_flight(parts),
             update=sum(left) + max(last),
         )
-    return tuple(found)
+    return tuple(costs)
 
 
-def _beside(each: Sequence[Exchanged], j: int, here: Sequence[int]) -> Exchanged:
-    """What data ranks exchange for stage `j` of a rank that has the stages `here`, where parameters
+def _beside(each: Sequence[Exchanged], j: int, stages: Sequence[int]) -> Exchanged:
+    """What data ranks exchange for stage `j` of a rank that has `stages`, where parameters
     are gathered: units of its other stages are prefetched, and their buckets are under way."""
-    done = [bucket for k in reversed(here) if k > j for bucket in each[k].buckets]
+    done = [bucket for k in reversed(stages) if k > j for bucket in each[k].buckets]
     return each[j]._replace(
-        beside=max((each[k].at_ends for k in here if k != j), default=0),
+        beside=max((each[k].at_ends for k in stages if k != j), default=0),
         before=tuple(done[-IN_FLIGHT:]),
-        resident=in_flight([each[k] for k in here]),
+        resident=in_flight([each[k] for k in stages]),
     )
 
 
 def host_bytes(problem: Problem, plan: Plan) -> list[int]:
     """The most bytes of offloaded activations that each rank keeps in the memory of its host."""
     pairs = [*zip(plan.stages or (), costs(problem, plan), strict=True)]
-    own = [
+    sizes_of = [
         [cost.host for choice, cost in pairs if choice.rank == r] for r in range(plan.mesh.pipeline)
     ]
     return [
         max(sum(map(mul, sizes, counts)) for counts in vectors)
-        for sizes, vectors in zip(own, kept_by(plan), strict=True)
+        for sizes, vectors in zip(sizes_of, kept_by(plan), strict=True)
     ]
 
 
@@ -225,18 +227,20 @@ def _blocks(problem: Problem, plan: Plan) -> list[list[int]]:
 def _tensors_read(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list[set[str]]:
     """Names of the tensors that each stage reads; the first stage also holds unread ones."""
     cut = problem.under(plan).cut
-    found = [{binding.name for b in own for binding in cut.blocks[b].tensors} for own in blocks]
-    found[0] |= problem.graph.unread
-    return found
+    names = [
+        {binding.name for b in members for binding in cut.blocks[b].tensors} for members in blocks
+    ]
+    names[0] |= problem.graph.unread
+    return names
 
 
 def held(problem: Problem, plan: Plan) -> list[set[str]]:
     """Names of the tensors that each rank holds for its stages."""
-    found: list[set[str]] = [set() for _ in range(plan.mesh.pipeline)]
+    names_on: list[set[str]] = [set() for _ in range(plan.mesh.pipeline)]
     every = _tensors_read(problem, plan, _blocks(problem, plan))
     for rank, names in zip(outline(plan).placement, every, strict=True):
-        found[rank] |= names
-    return found
+        names_on[rank] |= names
+    return names_on
 
 
 def _cost(
@@ -259,8 +263,8 @@ def _cost(
     schedule, rank = outline(plan), plan.stages[j].rank
     stashed = versions(planned(plan).orders[rank], j) - 1 if schedule.asynchronous else 0
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
-    own = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
-    made = {name: problem.kept_bytes(problem.graph.by_name[name])[1] for name in own}
+    freed = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
+    made = {name: problem.kept_bytes(problem.graph.by_name[name])[1] for name in freed}
     step = _seconds_to_update(problem, tensors)
     each = step if schedule.asynchronous else 0.0  # after every backward
     differentiable = problem.graph.differentiable
@@ -300,7 +304,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     largest = max((bucket.size for bucket in buckets), default=0)
     return Exchanged(
         level=level,
-        made=tuple(sum(item.nbytes for item in own) for own in trained),
+        made=tuple(sum(item.nbytes for item in items) for items in trained),
         gathered=tuple(map(problem.unit_bytes, parts)) if problem.gathers else (),
         units=units,
         repeats=problem.mesh.pipeline > 1,
@@ -313,13 +317,13 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
 def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter]]:
     """By block, the parameters with data replicas whose gradients it completes: those that no
     earlier block reads."""
-    found, seen = [], set[str]()
+    shared, seen = [], set[str]()
     for block in blocks:
         names = [name for name in dict.fromkeys(x.name for x in block.tensors) if name not in seen]
         seen.update(names)
         items = (problem.graph.by_name[name] for name in names)
-        found.append([item for item in items if item.trainable and problem.sharers(item) > 1])
-    return found
+        shared.append([item for item in items if item.trainable and problem.sharers(item) > 1])
+    return shared
 
 
 def _buckets(
@@ -327,9 +331,9 @@ def _buckets(
 ) -> list[Summed]:
     """The buckets of gradients, as in `lower.buckets`, in the order of the backward. A bucket has
     gradients of one unit only."""
-    home = {item.name: k for k, own in enumerate(trained) for item in own}
-    backward = [(units[k], item) for k, own in enumerate(trained) for item in own][::-1]
-    found = [
+    home = {item.name: k for k, items in enumerate(trained) for item in items}
+    backward = [(units[k], item) for k, items in enumerate(trained) for item in items][::-1]
+    buckets = [
         Summed(
             size=sum(item.summed_nbytes() for item in part),
             block=home[part[-1].name],
@@ -339,7 +343,7 @@ def _buckets(
         for unit in dict.fromkeys(unit for unit, _ in backward)
         for part in filled((item for at, item in backward if at == unit), problem.bucket)
     ]
-    return sorted(found, key=lambda bucket: -bucket.block)
+    return sorted(buckets, key=lambda bucket: -bucket.block)
 
 
 def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:

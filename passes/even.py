@@ -149,8 +149,8 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
 
 def _fill(plan: Plan, priced: Priced, pace: float) -> float:
     """Seconds that a rank waits at least, see `roomy_bound`; without messages."""
-    there = sum((*priced.forward, *(priced.backward if plan.schedule in WAITING else ()))) / pace
-    return (pace - 1) * there * plan.mesh.pipeline / len(outline(plan).placement)
+    way = sum((*priced.forward, *(priced.backward if plan.schedule in WAITING else ()))) / pace
+    return (pace - 1) * way * plan.mesh.pipeline / len(outline(plan).placement)
 
 
 def _with_few(plan: Plan, few: int) -> Plan:
@@ -180,9 +180,9 @@ def _even_stages(problem: Problem, plan: Plan) -> Iterator[Packed]:
             return
 
 
-def _key(what: str, problem: Problem, plan: Plan) -> tuple[object, ...]:
+def _key(name: str, problem: Problem, plan: Plan) -> tuple[object, ...]:
     """Cache key: the decisions that an even step depends on."""
-    return what, *identity(plan), repr(problem.options.recompute), plan.recompute, plan.vocabulary
+    return name, *identity(plan), repr(problem.options.recompute), plan.recompute, plan.vocabulary
 
 
 def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
@@ -250,8 +250,8 @@ def _with_passes(problem: Problem, plan: Plan, packed: Packed) -> float:
     busy = (plan.microbatches - few.microbatches) * (packed.even + spread.compute)
     sums = tuple(map(sum, (packed.priced.forward, packed.priced.backward)))
     key = "even with passes", identity(few), more, sums, packed.pace, spread
-    what = packed.priced, packed.pace, spread, more
-    step = problem.once(key, lambda: _step(problem, few, *what)) + (0.0 if more else busy)
+    inputs = packed.priced, packed.pace, spread, more
+    step = problem.once(key, lambda: _step(problem, few, *inputs)) + (0.0 if more else busy)
     return UNEVEN * (step + least_update(problem))
 
 
@@ -317,13 +317,13 @@ def _step(
 
     def on(fewer: int, microbatches: int) -> float:
         mesh = dataclasses.replace(plan.mesh, pipeline=fewer)
-        own = dataclasses.replace(plan, mesh=mesh, microbatches=microbatches)
+        smaller = dataclasses.replace(plan, mesh=mesh, microbatches=microbatches)
         each = stages // ranks * fewer
-        what = microbatches, [cost] * each, list(_messages(problem, own))
+        inputs = microbatches, [cost] * each, list(_messages(problem, smaller))
         if spread is None:
-            return step_time(orders_of(own, trunk), *what)
+            return step_time(orders_of(smaller, trunk), *inputs)
         head = dataclasses.replace(spread, source=spread.source * each // stages)
-        return step_time(orders_of(own, planned), *what, head)
+        return step_time(orders_of(smaller, planned), *inputs, head)
 
     small = SMALL + ranks % PERIOD
     sent = {x.seconds for x in messages if placement[x.source] != placement[x.targets[0]]}

@@ -60,7 +60,7 @@ def _judge(problem: Problem, plan: Plan) -> Judge | None:
 def tensors(problem: Problem, plan: Plan) -> list[list[Parameter]]:
     """The parameters and buffers of each rank: of its stages, and its rows of the vocabulary."""
     by_name, rows = problem.graph.by_name, _rows(problem, plan)
-    return [[*(by_name[name] for name in sorted(own)), *rows] for own in held(problem, plan)]
+    return [[*(by_name[name] for name in sorted(names)), *rows] for names in held(problem, plan)]
 
 
 def _rows(problem: Problem, plan: Plan) -> list[Parameter]:
@@ -92,9 +92,9 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     units = _unit_seconds(problem, plan)
     stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # equally long below 3
     edges = step_edges(problem, plan)
-    made, found = _gradient_bytes(problem, plan), []
-    for rank, own in enumerate(tensors(problem, plan)):
-        bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
+    made, all_exchanges = _gradient_bytes(problem, plan), []
+    for rank, on_rank in enumerate(tensors(problem, plan)):
+        bucketed = on_rank if level < 3 else on_rank[len(on_rank) - len(_rows(problem, plan)) :]
         count, sums, gathers = 0, 0.0, 0.0
         for expert in (None, 0):  # experts apart from all others
             items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
@@ -117,8 +117,8 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
         if units[rank]:  # gathered for both passes; the first and the last beside no other block
             seconds += m * sum(2 * gather + scatter for gather, scatter in units[rank])
             late = max(late, sum(units[rank][0]))
-        found.append(Exchange(seconds, late))
-    return found
+        all_exchanges.append(Exchange(seconds, late))
+    return all_exchanges
 
 
 def _gradient_bytes(problem: Problem, plan: Plan) -> list[int]:
@@ -186,11 +186,11 @@ def _late_gathers(
 def _unit_seconds(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:
     """By rank, the seconds in which the parameters of each of its blocks are gathered, and the
     gradients scattered; empty below level 3."""
-    found: list[list[tuple[float, float]]] = [[] for _ in range(plan.mesh.pipeline)]
+    parameters: list[list[tuple[float, float]]] = [[] for _ in range(plan.mesh.pipeline)]
     if problem.gathers:
         priced = problem.under(plan)
         blocks = [block.name for block in priced.cut.blocks]
         by_name = dict(zip(blocks, problem.exchanges(priced), strict=True))
         for choice in plan.stages or ():
-            found[choice.rank] += [by_name[name] for name in choice.blocks]
-    return found
+            parameters[choice.rank] += [by_name[name] for name in choice.blocks]
+    return parameters

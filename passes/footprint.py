@@ -203,9 +203,9 @@ class Footprint:
     @cached_property
     def _peaks(self) -> list[int]:
         """Peak of each block's backward, with the gradients that it allocates."""
-        own = self.exchange.own
+        own_bytes = self.exchange.own
         return [
-            _first_peak(c, own(k), c.first_peak) if own(k) else c.backward_peak
+            _first_peak(c, own_bytes(k), c.first_peak) if own_bytes(k) else c.backward_peak
             for k, c in enumerate(self._costs)
         ]
 
@@ -221,18 +221,20 @@ class Footprint:
     def first(self, kept: Mapping[str, int]) -> First:
         """Memory of the first backward of a step, which allocates the gradients that stay; `kept`
         are their bytes, by name."""
-        costs, own = self._costs, self._completed(kept)
-        later = [min(size, cost.deferred_weights) for cost, size in zip(costs, own, strict=True)]
-        now = [size - least for size, least in zip(own, later, strict=True)]
+        costs, completed = self._costs, self._completed(kept)
+        later = [
+            min(size, cost.deferred_weights) for cost, size in zip(costs, completed, strict=True)
+        ]
+        now = [size - least for size, least in zip(completed, later, strict=True)]
         left = [sum(pair) for pair in zip(self._left, now, strict=True)]
-        pairs = zip(costs, own, strict=True)
+        pairs = zip(costs, completed, strict=True)
         whole = [_first_peak(cost, size, cost.copied_peak) for cost, size in pairs]
         whole = [*map(max, whole, self._peaks)]
         parted = [_first_input_peak(cost, size) for cost, size in zip(costs, now, strict=True)]
         return First(
-            gradients=sum(own),
+            gradients=sum(completed),
             later=sum(later),
-            backward_more=self._backward(whole, own),
+            backward_more=self._backward(whole, completed),
             input_more=self._backward(parted, left),
             weight_more=self._first_weight_more(later),
         )
@@ -251,12 +253,12 @@ class Footprint:
     def _completed(self, kept: Mapping[str, int]) -> list[int]:
         """Bytes of the gradients that each block completes: the first to read a parameter is the
         last to add to its gradient."""
-        found, left = [0] * len(self.blocks), set(kept)
+        completed, left = [0] * len(self.blocks), set(kept)
         for k, block in enumerate(self._cut):
-            own = left & {binding.name for binding in block.tensors}
-            found[k] = sum(kept[name] for name in own)
-            left -= own
-        return found
+            names = left & {binding.name for binding in block.tensors}
+            completed[k] = sum(kept[name] for name in names)
+            left -= names
+        return completed
 
     def _backward(self, peaks: Sequence[int], left: Sequence[int]) -> int:
         """Peak of the blocks' backwards one after the other, each of which leaves `left` bytes
@@ -277,12 +279,14 @@ class Footprint:
         """Bytes of gradients of values that other blocks made or read, during each block's
         backward, without messages. The runtime holds the gradients of a stage's results until the
         stage's backward ends."""
-        found = []
+        waiting = []
         for k, cost in enumerate(self._costs):
             last = sum(nbytes_of(node) for node in self._results(k))
             sent = sum(nbytes_of(node) for node in self._results(k) if self._is_sent(node))
-            found.append(self._summed(k) - sent + min(last, cost.output_peak - cost.backward_peak))
-        return found
+            waiting.append(
+                self._summed(k) - sent + min(last, cost.output_peak - cost.backward_peak)
+            )
+        return waiting
 
     @cached_property
     def _costs(self) -> list[BlockCost]:
@@ -295,12 +299,12 @@ class Footprint:
     @cached_property
     def _left(self) -> list[int]:
         """`left` by block; an operand that several blocks have read counts with the first."""
-        found, seen = [], set[fx.Node]()
+        deferred, seen = [], set[fx.Node]()
         for block, cost in zip(self._cut, self._costs, strict=True):
             new = {block.inputs[i] for i in cost.deferred_inputs} - seen
             seen |= new
-            found.append(cost.deferred + sum(map(nbytes_of, new)))
-        return found
+            deferred.append(cost.deferred + sum(map(nbytes_of, new)))
+        return deferred
 
     def _is_recomputed(self, k: int) -> bool:
         """Whether a block is recomputed."""
@@ -335,8 +339,8 @@ class Footprint:
     def _after(self, k: int, otherwise: int) -> int:
         """The next offloaded block of the same unit: copies are finished with each forward."""
         unit = self._units[k]
-        own = (later for later in self._offloaded if later > k and self._units[later] == unit)
-        return next(own, otherwise)
+        offloaded = (later for later in self._offloaded if later > k and self._units[later] == unit)
+        return next(offloaded, otherwise)
 
     def _leaving(self, k: int) -> int:
         """Bytes on their way to the host while the forward of block `k` runs."""
@@ -371,9 +375,9 @@ class Footprint:
         leaving = returning = 0.0
         for last in (k for k in self._offloaded if self._after(k, k) == k):
             later = range(last + 1, len(self.blocks))
-            own = (self.blocks[k] for k in later if self._units[k] == self._units[last])
+            blocks = (self.blocks[k] for k in later if self._units[k] == self._units[last])
             seconds = self.priced.copies[self._cut[last].name]
-            leaving += max(0.0, seconds - sum(self.priced.forward[b] for b in own))
+            leaving += max(0.0, seconds - sum(self.priced.forward[b] for b in blocks))
             returning += seconds
         return leaving, returning
 
@@ -383,15 +387,15 @@ class Footprint:
         with the first block that keeps it; constants are resident and do not count."""
         kept, parts = self.kept, self.priced.cut
         early = kept.intersection(parts.prologue) - parts.constants
-        found = []
+        saved = []
         for k, (block, cost) in enumerate(zip(self._cut, self._costs, strict=True)):
             gone = self._is_recomputed(k) or k in self._offloaded
             inner = 0 if gone else cost.saved - cost.saved_outputs
-            own = sum(nbytes_of(node) for node in block.outputs if node in kept)
+            outputs = sum(nbytes_of(node) for node in block.outputs if node in kept)
             new = early.intersection(block.inputs)
             early -= new
-            found.append(inner + own + sum(map(stored, new)))
-        return found
+            saved.append(inner + outputs + sum(map(stored, new)))
+        return saved
 
     @cached_property
     def kept(self) -> set[fx.Node]:
@@ -413,10 +417,10 @@ class Footprint:
     @cached_property
     def _read(self) -> dict[int, set[fx.Node]]:
         """The values that each unit reads."""
-        found: dict[int, set[fx.Node]] = {unit: set() for unit in self._units}
+        nodes: dict[int, set[fx.Node]] = {unit: set() for unit in self._units}
         for unit, block in zip(self._units, self._cut, strict=True):
-            found[unit].update(block.inputs)
-        return found
+            nodes[unit].update(block.inputs)
+        return nodes
 
     def _is_read_beside(self, node: fx.Node) -> bool:
         """Whether another stage of this rank reads a value."""

@@ -37,16 +37,16 @@ def division_task(
     if is_free is None:
         is_free = problem.options.recompute == "auto"
     rooms = tuple(float(max(1, limit)) for limit in limits)
-    given = outline(plan).placement, plan.microbatches, held(plan), rooms
+    inputs = outline(plan).placement, plan.microbatches, held(plan), rooms
     if not is_free:
         loads, flows = data_under(problem, plan, level)
-        return DivisionTask(loads, flows, *given)
+        return DivisionTask(loads, flows, *inputs)
     key = "division task", level, rooms, identity(plan)
     blocks = "free blocks", level, outline(plan).asynchronous, left(plan)  # many schedules share it
 
     def find() -> DivisionTask:
         loads, again, flows = problem.once(blocks, lambda: _free(problem, plan, level))
-        return DivisionTask(loads, flows, *given, again)
+        return DivisionTask(loads, flows, *inputs, again)
 
     return problem.once(key, find)
 

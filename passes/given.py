@@ -24,13 +24,13 @@ def division(
             f"stages has {len(wanted)} counts for {stages} pipeline stages: give one count for each"
         )
         raise InputError(message)
-    found = {}
+    numbers = {}
     for level in problem.levels:
         blocks = problem.priced(level).cut.blocks
         if len(blocks) == sum(wanted):
             return level, tuple(j for j, count in enumerate(wanted) for _ in range(count))
-        found[level] = len(blocks)
-    counts = " or ".join(str(n) for n in dict.fromkeys(found.values()))
+        numbers[level] = len(blocks)
+    counts = " or ".join(str(n) for n in dict.fromkeys(numbers.values()))
     message = (
         f"the counts {tuple(wanted)} add up to {sum(wanted)} blocks, but the model has {counts}: "
         + ", ".join(block.name for block in problem.priced(1).cut.blocks[:12])
@@ -80,8 +80,8 @@ def _spread(layers: Sequence[bool], stages: int) -> tuple[int, ...]:
     """The stage of each block when the layers are dealt out evenly."""
     each, more = divmod(sum(layers), stages)
     dealt = [j for j in range(stages) for _ in range(each + (j < more))]
-    found, count = [], 0
+    lengths, count = [], 0
     for layer in layers:
         count += layer
-        found.append(dealt[max(count, 1) - 1])
-    return tuple(found)
+        lengths.append(dealt[max(count, 1) - 1])
+    return tuple(lengths)

@@ -188,10 +188,10 @@ def _stepping(
         yield seconds + least_exchange(local(problem, plan), plan), None
     roomy = _roomy(problem, plan)
     if plan.zero is not None and plan.sharding and seconds > (1 + MARGIN) * roomy:
-        own = _sharded(problem, dataclasses.replace(plan, sharding=None))
-        if own.sharding and own.sharding.templates != plan.sharding.templates:
-            finer = partial(_with_memory, problem, own, is_plain=is_plain)
-            yield max(roomy, _roomy(problem, own)), finer
+        tailored = _sharded(problem, dataclasses.replace(plan, sharding=None))
+        if tailored.sharding and tailored.sharding.templates != plan.sharding.templates:
+            finer = partial(_with_memory, problem, tailored, is_plain=is_plain)
+            yield max(roomy, _roomy(problem, tailored)), finer
 
 
 def _is_open(problem: Problem, plan: Plan) -> bool:

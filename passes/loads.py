@@ -60,12 +60,12 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool) -> Iterator[Load
     passing = _exchanged(problem, priced)
     for b, read in enumerate(names):
         items = [problem.graph.by_name[name] for name in read]
-        own = [item for item in items if users[item.name] == 1]
-        weights = sum(item.nbytes for item in own if item.trainable) if versions else 0
+        unshared = [item for item in items if users[item.name] == 1]
+        weights = sum(item.nbytes for item in unshared if item.trainable) if versions else 0
         times = tuple(one.forward[b] + one.backward[b] for one in priced.ranks)
         yield Load(
             seconds=min(times, default=priced.forward[b] + priced.backward[b]),
-            resident=sum(map(problem.state_bytes, own)) - weights,
+            resident=sum(map(problem.state_bytes, unshared)) - weights,
             saved=priced.saved[b] + weights,
             moment=priced.moments[b] + passing[b],
             shared=tuple(

@@ -75,10 +75,10 @@ def _fits(problem: Problem, step: Timing) -> bool:
 def _bytes_for_stages(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[float]:
     """Bytes of each rank that the vocabulary leaves for the stages. Their backwards wait for its
     passes, so that more micro-batches are in flight."""
-    schedule, found = trunk(plan), costs(problem, plan)
+    schedule, stage_costs = trunk(plan), costs(problem, plan)
     more = intervals(spread.method, schedule.ranks)
     for rank in range(schedule.ranks):
-        saved = sum(found[j].saved for j, at in enumerate(schedule.placement) if at == rank)
+        saved = sum(stage_costs[j].saved for j, at in enumerate(schedule.placement) if at == rank)
         free = problem.memories[rank] - spread.resident - spread.saved - more * saved
         yield float(max(1, free))
 

@@ -46,11 +46,11 @@ def _valid(problem: Problem, before: Plan, after: Plan) -> Plan:
         message = f"a field of the plan has a value of a wrong type ({error})"
         raise PlanError(message) from error
     for name in GIVEN:
-        now, given = getattr(plan, name), getattr(before, name)
-        if now != given:
+        new, old = getattr(plan, name), getattr(before, name)
+        if new != old:
             message = (
                 f"a pass must not change the plan's {name!r}, which is given "
-                f"({shown(now, 200)} in place of {shown(given, 200)})"
+                f"({shown(new, 200)} in place of {shown(old, 200)})"
             )
             raise PlanError(message)
     check_method(plan)

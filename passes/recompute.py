@@ -67,8 +67,8 @@ def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tu
         early = {block.name for block in priced.cut.blocks if saves_early(block.nodes)}
         able = saved - early if wanted == "offload" else priced.repeatable & saved
         return tuple(name for name in names if name in able)
-    found = tuple(name for name in names if _decision(name, wanted))
-    for name in found:
+    blocks = tuple(name for name in names if _decision(name, wanted))
+    for name in blocks:
         if name not in priced.repeatable:
             message = (
                 f"block {name!r} cannot be recomputed: it updates buffers (running statistics), "
@@ -76,7 +76,7 @@ def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tu
                 + f"{name!r}: False}}"
             )
             raise InputError(message)
-    return found
+    return blocks
 
 
 def _decision(name: str, wanted: Mapping[str, bool]) -> bool:

@@ -84,10 +84,10 @@ class SchedulePass(Pass):
             )
             raise InfeasibleError(message)
         if not candidates:
-            given = problem.options.virtual_stages
+            wanted = problem.options.virtual_stages
             message = (
                 "schedule='auto' weighs none with several stages on a rank for a pipeline of "
-                f"{plan.mesh.pipeline} (virtual_stages={given} given): leave virtual_stages out, "
+                f"{plan.mesh.pipeline} (virtual_stages={wanted} given): leave virtual_stages out, "
                 "or take more pipeline ranks, or schedule='interleaved'"
             )
             raise InfeasibleError(message)
@@ -95,12 +95,12 @@ class SchedulePass(Pass):
         order = weighing.order()
         for k in filter(weighing.may_win, order):
             weighing.divide(k)
-        if not weighing.found and self.below < math.inf:
+        if not weighing.seconds and self.below < math.inf:
             raise InfeasibleError(weighing.reason(weighing.nearest()))
-        if not weighing.found:  # finer blocks may fit
+        if not weighing.seconds:  # finer blocks may fit
             for k in (k for k in order if k not in weighing.refused):
                 weighing.divide(k)
-        if not weighing.found:
+        if not weighing.seconds:
             self.stages.run(problem, weighing.candidates[0])  # which says why
             raise weighing.refused[0]
         return weighing.chosen()
@@ -114,7 +114,7 @@ class Weighing:
     problem: Problem
     candidates: tuple[Plan, ...]
     least: list[float] = field(init=False)  # seconds of a step with even stages
-    found: dict[int, float] = field(default_factory=dict)  # seconds with the best stages
+    seconds: dict[int, float] = field(default_factory=dict)  # seconds with the best stages
     refused: dict[int, Exception] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class Weighing:
         except (InfeasibleError, InputError, UndecidedError) as error:
             self.refused[k] = error
             return
-        self.found[k] = step_of(self.problem, divided)
+        self.seconds[k] = step_of(self.problem, divided)
 
     @property
     def _stages(self) -> StagePass:
@@ -160,17 +160,17 @@ class Weighing:
 
     def chosen(self) -> Plan:
         """The plainest plan within the margin of the shortest, with all that were weighed."""
-        enough = min(self.found.values()) / (1 - self.asked.gain)
-        best = min(k for k, seconds in self.found.items() if seconds <= enough)
+        enough = min(self.seconds.values()) / (1 - self.asked.gain)
+        best = min(k for k, seconds in self.seconds.items() if seconds <= enough)
         weighed = (
-            Weighed(c.schedule or "", c.virtual_stages, self.found.get(k), self.reason(k))
+            Weighed(c.schedule or "", c.virtual_stages, self.seconds.get(k), self.reason(k))
             for k, c in enumerate(self.candidates)
         )
         return dataclasses.replace(self.candidates[best], weighed=tuple(weighed))
 
     def reason(self, k: int) -> str | None:
         """Why a candidate was not divided, or could not be."""
-        if k in self.found:
+        if k in self.seconds:
             return None
         return str(self.refused[k]) if k in self.refused else _too_long(self.least[k])
 
@@ -184,7 +184,7 @@ class Weighing:
         saved, least = 1 - self.asked.gain, self.least[k]
         return least < self.asked.below and all(
             least < saved * seconds if other < k else saved * least <= seconds
-            for other, seconds in self.found.items()
+            for other, seconds in self.seconds.items()
         )
 
 

@@ -69,7 +69,7 @@ def _measured(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
 def _slowest(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     """Each part's time on the slowest device: ranks wait for each other."""
     together = among(problem.mesh, problem.mesh.grid.plane(0))  # all of one data coordinate
-    found = [
+    costs = [
         vocabulary_parts(
             problem.graph, ranks, method, device, problem.state_bytes,
             update_seconds=problem.update_seconds, everywhere=problem.mesh.tensor > 1,
@@ -77,7 +77,7 @@ def _slowest(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
         )
         for device in dict.fromkeys(problem.devices)
     ]  # fmt: skip
-    return {name: max(parts[name] for parts in found) for name in found[0]}
+    return {name: max(parts[name] for parts in costs) for name in costs[0]}
 
 
 def _stages(problem: Problem, plan: Plan) -> dict[fx.Node, int]:

@@ -153,7 +153,7 @@ class StagePass(Pass):
         except (InfeasibleError, UndecidedError) as error:
             refusal = error
         else:
-            shortest.bounds = {k: found.bound for k, found in solved.items()}
+            shortest.bounds = {k: result.bound for k, result in solved.items()}
             for k in (level, *(k for k in solved if k != level)):
                 others += [(k, stage_of) for stage_of in (solved[k].stage_of, *solved[k].others)]
             decided = _decided(problem, trial, level, division)
@@ -358,11 +358,11 @@ def _moved(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The stages after each move of a stage's last block to the next stage, or its first block to
     the one before: no value goes backwards then."""
     for j in range(max(stage_of)):
-        for here, there in ((j, j + 1), (j + 1, j)):
-            blocks = [i for i, at in enumerate(stage_of) if at == here]
+        for source, target in ((j, j + 1), (j + 1, j)):
+            blocks = [i for i, at in enumerate(stage_of) if at == source]
             if len(blocks) > 1:
-                i = blocks[-1] if there > here else blocks[0]
-                yield (*stage_of[:i], there, *stage_of[i + 1 :])
+                i = blocks[-1] if target > source else blocks[0]
+                yield (*stage_of[:i], target, *stage_of[i + 1 :])
 
 
 def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> float:

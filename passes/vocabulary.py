@@ -80,18 +80,20 @@ class VocabularyPass(Pass):
                 refusal = refusal or error
                 weighed.append(Method(choice.method, None, None, None, str(error)))
                 continue
-            own = local(problem, decided)
+            rank_problem = local(problem, decided)
             try:
-                seconds = step_of(own, decided)
+                seconds = step_of(rank_problem, decided)
             except PlanError:  # an order that never ends: the verifier says why
                 return decided
-            peak = max(estimate(own, decided).peak_memory)
+            peak = max(estimate(rank_problem, decided).peak_memory)
             weighed.append(Method(choice.method, decided.schedule, seconds, peak))
             if choice.spread and known is plan:
                 known = _scheduled(plan, decided)
             if best is None or seconds < (1 - self.gain) * best[0]:
                 best = seconds, decided
-            if choice.method == "whole" and best[0] * (1 - self.gain) <= ideal(own, decided):
+            if choice.method == "whole" and best[0] * (1 - self.gain) <= ideal(
+                rank_problem, decided
+            ):
                 break  # no balance can save more than that
         if best is None:
             assert refusal is not None
@@ -156,24 +158,24 @@ def _spread(problem: Problem) -> VocabularyChoice:
     )
 
 
-def _pinned(problem: Problem, found: VocabularyMatch) -> list[str]:
+def _pinned(problem: Problem, match: VocabularyMatch) -> list[str]:
     """The tables and the head of which a pin says how tensor ranks hold them."""
     if problem.mesh.tensor == 1:
         return []
     pins = read(problem.options.sharding, problem.graph)
-    names = (*found.tables, *([found.head.weight] if found.head else ()))
+    names = (*match.tables, *([match.head.weight] if match.head else ()))
     return [name for name in dict.fromkeys(names) if pins.of(name)]
 
 
-def _read_by_several(problem: Problem, found: VocabularyMatch) -> tuple[str, ...]:
+def _read_by_several(problem: Problem, match: VocabularyMatch) -> tuple[str, ...]:
     """The tables whose rows several layers read: those of a spread table go to one stage."""
     blocks = cut(problem.graph, problem.levels[0]).blocks
     home = {node: b for b, block in enumerate(blocks) for node in block.nodes}
     readers = (
         (item.weight, {home[user] for user in item.node.users if user in home})
-        for item in found.lookups
+        for item in match.lookups
     )
-    return tuple(dict.fromkeys(name for name, own in readers if len(own) > 1))
+    return tuple(dict.fromkeys(name for name, places in readers if len(places) > 1))
 
 
 def _choices(methods: tuple[str, ...], spread: VocabularyChoice) -> Iterator[VocabularyChoice]:

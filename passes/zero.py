@@ -182,7 +182,7 @@ def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
     `whole`; no level saves more."""
     first, none = problem.at_zero(1), problem.at_zero(0)
     saved = update_seconds(none, plan) - max(
-        sum(map(first.update_seconds, own)) for own in tensors(first, plan)
+        sum(map(first.update_seconds, items)) for items in tensors(first, plan)
     )
     late = [max(x.late for x in exchanges(at, plan)) for at in (none, first)]
     return saved + late[0] - late[1] > MARGIN * whole.step
@@ -241,10 +241,12 @@ def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
     problem = problem.at_zero(level)
     whole, timing = problem.at_zero(0), estimate(problem, plan)
     compute = estimate(whole, plan).step_time - update_seconds(whole, plan)
-    kept = [[*zip(*map(problem.kept_bytes, own), strict=True)] for own in tensors(problem, plan)]
+    kept = [
+        [*zip(*map(problem.kept_bytes, items), strict=True)] for items in tensors(problem, plan)
+    ]
     sizes = max(([*map(sum, columns)] for columns in kept), key=sum)
-    found = exchanges(problem, plan)
-    step = timing.step_time + max(exchange.late for exchange in found)
+    all_exchanges = exchanges(problem, plan)
+    step = timing.step_time + max(exchange.late for exchange in all_exchanges)
     return DataShare(
         level=level,
         parameters=sizes[0],
@@ -253,6 +255,6 @@ def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
         memory=max(timing.peak_memory),
         fits=all(map(int.__le__, timing.peak_memory, problem.memories)),
         step=step,
-        exchange=max(exchange.seconds for exchange in found),
+        exchange=max(exchange.seconds for exchange in all_exchanges),
         exposed=step - update_seconds(problem, plan) - compute,
     )

@@ -30,11 +30,11 @@ class CompiledBlock:
         self.block, self.device = block, block.device
         self._layer = layer = _BlockLayer(block)
         call, around = CompiledLayer(layer), Surroundings(block.device)
-        arguments, own = layer.arguments(), call.tensors()
-        forms = tuple(map(TensorForm.of, arguments)), tuple(map(TensorForm.of, own))
+        arguments, tensors = layer.arguments(), call.tensors()
+        forms = tuple(map(TensorForm.of, arguments)), tuple(map(TensorForm.of, tensors))
         template = Template("measured", layer, *forms, around)
         with FakeTensorMode(allow_non_fake_inputs=True), around.active():
-            find_extras(template, [form.empty(block.device) for form in forms[0]], own)
+            find_extras(template, [form.empty(block.device) for form in forms[0]], tensors)
         template.function = build.compiled(template)
         call.templates.append(template)
 
@@ -72,9 +72,9 @@ class _BlockLayer(Layer):
         block = self._block
         state = [getattr(self, f"tensor_{k}", value) for k, value in enumerate(self._state)]
         values = dict(zip(block.state, pytree.tree_unflatten(state, self._state_like), strict=True))
-        given, like = pytree.tree_flatten([*block.received.values()])
+        leaves, like = pytree.tree_flatten([*block.received.values()])
         left = iter(arguments)
-        given = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
-        values |= zip(block.received, pytree.tree_unflatten(given, like), strict=True)
+        leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        values |= zip(block.received, pytree.tree_unflatten(leaves, like), strict=True)
         block.run(values)
         return tuple(t for node in block.outputs for t in tensors_of(values[node]))

@@ -86,14 +86,14 @@ class ExchangeTimes:
 def exchanges(machine: Machine, most: int | None = None) -> Iterator[RankExchange]:
     """All exchanges to measure among these ranks; at most the `most` smallest sizes of each."""
     sizes = SIZES[:most]
-    here = machine.ranks_per_node
-    if here > 1:
+    on_node = machine.ranks_per_node
+    if on_node > 1:
         yield from (RankExchange(MESSAGE, "link", nbytes, (0, 1)) for nbytes in sizes)
-        node = tuple(range(here))
+        node = tuple(range(on_node))
         for action in BYTES:
             yield from (RankExchange(action, "link", nbytes, node) for nbytes in sizes)
-    if machine.ranks > here:
-        yield from (RankExchange(MESSAGE, "network", nbytes, (0, here)) for nbytes in sizes)
+    if machine.ranks > on_node:
+        yield from (RankExchange(MESSAGE, "network", nbytes, (0, on_node)) for nbytes in sizes)
 
 
 def measure_exchanges(

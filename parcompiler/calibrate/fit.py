@@ -156,13 +156,13 @@ def _sources(
     device: Device, like: Device, machine: Machine, rates: Sequence[Rate], exchanged: ExchangeTimes
 ) -> tuple[tuple[str, str], ...]:
     """The source of each figure: measured here, or that of `like`."""
-    here = f"measured on {machine.label}"
+    source = f"measured on {machine.label}"
     kept = dict(like.sources)
     dtypes, kinds = {rate.dtype for rate in rates}, {rate.kind for rate in rates}
 
     def of(figure: str, measured: bool, how: str) -> tuple[str, str]:
         other = f"not measured, as {like.name}: {kept.get(figure, 'no source')}"
-        return figure, f"{here}: {how}" if measured else other
+        return figure, f"{source}: {how}" if measured else other
 
     fastest = "the fastest of products, attention and convolutions"
     known = dict(like.flops)
@@ -185,7 +185,7 @@ def _sources(
         ("devices_per_node", f"{machine.model}: counted"),
     ]  # fmt: skip
     if device.efficiency.curves:
-        sources.append(("efficiency.curves", f"{here}: by size, without launching"))
+        sources.append(("efficiency.curves", f"{source}: by size, without launching"))
     fabric = f"measured on {machine.fabric}: messages of growing sizes between two ranks"
     for place in ("link", "network"):
         for figure in (f"{place}.latency", f"{place}.bandwidth"):

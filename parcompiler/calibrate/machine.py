@@ -97,10 +97,10 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 def find_machine() -> Machine:
     """This machine, and this process's place under torchrun if that started it."""
     cuda = torch.cuda.is_available()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     places = torch.cuda.device_count() if cuda else cores() // torch.get_num_threads()
-    places = here if ranks > 1 else max(1, places)
+    places = local_ranks if ranks > 1 else max(1, places)
     index = int(os.environ.get("LOCAL_RANK", "0"))
     return Machine(
         kind="cuda" if cuda else "cpu",
@@ -110,7 +110,7 @@ def find_machine() -> Machine:
         devices_per_node=places,
         rank=int(os.environ.get("RANK", "0")),
         ranks=ranks,
-        ranks_per_node=here,
+        ranks_per_node=local_ranks,
     )
 
 

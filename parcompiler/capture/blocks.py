@@ -46,13 +46,13 @@ class Cut:
         units are [0, 0, 1, 2, 2, 2].
         """
         least = max((block.weights for block in self.blocks), default=0) // SMALL_UNIT
-        found, unit, size = [], 0, 0
-        for own in weights:
-            if size > least and own > least:
+        units, unit, size = [], 0, 0
+        for weight in weights:
+            if size > least and weight > least:
                 unit, size = unit + 1, 0
-            size += own
-            found.append(unit)
-        return found
+            size += weight
+            units.append(unit)
+        return units
 
 
 class ModuleCall(NamedTuple):

@@ -49,9 +49,9 @@ def _caches(model: nn.Module) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """The cached functions of a model, each with a function that replaces it."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
     names = {kind.__module__ for kind in classes}
-    own = {n for n in names if n.partition(".")[0] not in ("torch", "parcompiler", "builtins")}
-    files = [sys.modules[name] for name in sorted(own) if name in sys.modules]
-    owners = dict.fromkeys((*files, *(kind for kind in classes if kind.__module__ in own)))
+    modules = {n for n in names if n.partition(".")[0] not in ("torch", "parcompiler", "builtins")}
+    files = [sys.modules[name] for name in sorted(modules) if name in sys.modules]
+    owners = dict.fromkeys((*files, *(kind for kind in classes if kind.__module__ in modules)))
     for file in files:
         named = (x for x in vars(file).values() if isinstance(x, type))
         owners |= dict.fromkeys(x for x in named if x.__module__ == file.__name__)

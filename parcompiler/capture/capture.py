@@ -186,14 +186,14 @@ def _check_memory(model: nn.Module) -> None:
     """Refuse a parameter that shares memory with another tensor: on ranks an update of one would
     not change the other. Strided views of one tensor may be disjoint."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    found: list[tuple[int, int, str, torch.Tensor]] = []
+    spans: list[tuple[int, int, str, torch.Tensor]] = []
     for name, tensor in named:
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
             if tensor.is_contiguous() and tensor.numel() and tensor.data_ptr():
                 begin = tensor.data_ptr()
-                found.append((begin, begin + tensor.nbytes, name, tensor))
+                spans.append((begin, begin + tensor.nbytes, name, tensor))
     end, last = 0, ("", torch.empty(0))
-    for begin, behind, name, tensor in sorted(found, key=lambda item: item[:2]):
+    for begin, behind, name, tensor in sorted(spans, key=lambda item: item[:2]):
         if begin < end and (tensor.requires_grad or last[1].requires_grad):
             message = (
                 f"{last[0]!r} and {name!r} of {type(model).__name__} lie in the same memory, so "
@@ -229,8 +229,8 @@ def _check_tensors(inputs: Batch) -> None:
     if (lists or (isinstance(inputs, list) and inputs)) and not any(
         hasattr(leaf, "shape") for _, leaf in flat(inputs)
     ):
-        given = f"lists of numbers at {', '.join(map(repr, lists))}" if lists else "numbers"
-        message = f"inputs need tensors ({given} given): torch.tensor makes one of a list"
+        kind = f"lists of numbers at {', '.join(map(repr, lists))}" if lists else "numbers"
+        message = f"inputs need tensors ({kind} given): torch.tensor makes one of a list"
         raise InputError(message)
 
 
@@ -299,9 +299,9 @@ def _export(
                     with _use_lazy_graph_module(True), suspended() as resumed:
                         whole.around = partial(watched, whole, resumed, changed)
                         with noticed() as lost, own_caches(original):
-                            found = torch.export.export(whole, args, kwargs, strict=False)
+                            exported = torch.export.export(whole, args, kwargs, strict=False)
                         if not lost:
-                            return found
+                            return exported
                         with marked(), own_caches(original):
                             return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises

@@ -268,10 +268,10 @@ class Effects:
 
     def behind(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """These nodes, and all that must have run before them."""
-        found, pending = set[fx.Node](), list(nodes)
+        behind, pending = set[fx.Node](), list(nodes)
         while pending:
             node = pending.pop()
-            if node not in found:
-                found.add(node)
+            if node not in behind:
+                behind.add(node)
                 pending.extend(self.dependencies(node))
-        return found
+        return behind

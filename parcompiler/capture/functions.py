@@ -147,8 +147,8 @@ def _recording(
     """The replacement of `kind.forward` during a trace; torch reads defaults from its signature."""
 
     @functools.wraps(forward)
-    def record(*given: Any) -> Any:
-        return _recorded(kind, forward, *given)
+    def record(*arguments: Any) -> Any:
+        return _recorded(kind, forward, *arguments)
 
     return record
 
@@ -160,7 +160,9 @@ def _kinds(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.
         yield from _kinds(kind)
 
 
-def _recorded(kind: type[torch.autograd.Function], forward: Callable[..., Any], *given: Any) -> Any:
+def _recorded(
+    kind: type[torch.autograd.Function], forward: Callable[..., Any], *passed: Any
+) -> Any:
     """Record an application, in place of the forward."""
     if kind is CheckpointFunction:
         message = (
@@ -170,10 +172,10 @@ def _recorded(kind: type[torch.autograd.Function], forward: Callable[..., Any], 
         )
         raise CaptureError(message)
     apart = _is_setup_context_defined(kind.setup_context)  # then forward takes no ctx
-    arguments = given if apart else given[1:]
+    arguments = passed if apart else passed[1:]
     operands = [item for item in arguments if isinstance(item, torch.Tensor)]
     if not operands:
-        return forward(*given)
+        return forward(*passed)
     _check(kind, arguments)
     places = tuple(i for i, item in enumerate(arguments) if isinstance(item, torch.Tensor))
     template = tuple(None if i in places else item for i, item in enumerate(arguments))

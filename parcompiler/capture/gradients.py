@@ -74,8 +74,8 @@ def _sources(node: fx.Node) -> Iterable[fx.Node]:
     """The operands that a node's gradient flows to."""
     if is_unrecorded(node):
         # A tensor updated in place there keeps its history, and is used with it.
-        own = returned(node)
-        return mutated_operands(node) if own is None else (own,)
+        source = returned(node)
+        return mutated_operands(node) if source is None else (source,)
     if overload_name(node) in _LIKE_ANOTHER:
         return node.all_input_nodes[:1]
     return () if overload_name(node) in _NO_GRADIENT else node.all_input_nodes

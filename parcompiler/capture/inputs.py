@@ -59,8 +59,8 @@ def number_lists(inputs: Batch) -> list[str]:
     listed = {key: value for key, value in named.items() if isinstance(value, list | tuple)}
     leaves = {key: pytree.tree_leaves(value) for key, value in listed.items()}
     return [
-        key for key, found in leaves.items()
-        if found and all(isinstance(leaf, int | float) for leaf in found)
+        key for key, values in leaves.items()
+        if values and all(isinstance(leaf, int | float) for leaf in values)
     ]  # fmt: skip
 
 

@@ -156,9 +156,9 @@ class LayerTracer:
         sources += [(Source("parameter", name), tensor) for name, tensor in self._tensors()]
         nodes = ((source, self._node(tensor)) for source, tensor in sources)
         known = {source: node for source, node in nodes if node is not None}
-        given = {node for source, node in known.items() if source.kind == "argument"}
-        own = {node for source, node in known.items() if source.kind == "parameter"}
-        if len(given) != len(tensors) or given & own:
+        inputs = {node for source, node in known.items() if source.kind == "argument"}
+        parameters = {node for source, node in known.items() if source.kind == "parameter"}
+        if len(inputs) != len(tensors) or inputs & parameters:
             return None
         structure, plain = description
         return LayerCall((structure, arguments, _state()), plain, tuple(tensors), known)

@@ -116,9 +116,9 @@ def data_detached() -> AbstractContextManager[None]:
 
     def data(self: torch.Tensor) -> torch.Tensor:
         """The tensor without its history."""
-        own = sys._getframe(1).f_code.co_filename.startswith(TORCH)
-        found: torch.Tensor = original.__get__(self) if own else self.detach()
-        return found
+        by_torch = sys._getframe(1).f_code.co_filename.startswith(TORCH)
+        detached: torch.Tensor = original.__get__(self) if by_torch else self.detach()
+        return detached
 
     return patched(torch.Tensor, data=property(data, original.__set__))
 
@@ -158,8 +158,8 @@ def sets_in_order(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name in sorted(files):
             file = sys.modules.get(name)
-            own = file is not None and name.partition(".")[0] not in ("torch", "parcompiler")
-            if own and "set" not in vars(file):
+            users = file is not None and name.partition(".")[0] not in ("torch", "parcompiler")
+            if users and "set" not in vars(file):
                 stack.enter_context(patched(file, set=InOrder))
         yield
 

@@ -138,21 +138,21 @@ class _Placeholders:
         )
 
 
-def check_plain(what: str, tensor: torch.Tensor) -> None:
+def check_plain(subject: str, tensor: torch.Tensor) -> None:
     """Refuse sparse, nested and wrapper tensors, whose rows cannot be taken, sent or saved."""
     if tensor.is_nested:
-        message = f"{what} is a nested tensor: pad it, and give a mask beside it"
+        message = f"{subject} is a nested tensor: pad it, and give a mask beside it"
         raise InputError(message)
     if tensor.layout is not torch.strided:
         message = (
-            f"{what} has the layout {tensor.layout}: make it dense (.to_dense()), or keep tensors "
-            "of its indices and values, and let the forward make it of these "
+            f"{subject} has the layout {tensor.layout}: make it dense (.to_dense()), or keep "
+            "tensors of its indices and values, and let the forward make it of these "
             "(torch.sparse_coo_tensor)"
         )
         raise InputError(message)
     if is_traceable_wrapper_subclass(tensor):
         message = (
-            f"{what} is a {type(tensor).__name__}, which is made of other tensors: compile the "
+            f"{subject} is a {type(tensor).__name__}, which is made of other tensors: compile the "
             "model before it is sharded (fully_shard, parallelize_module) or quantized"
         )
         raise InputError(message)

@@ -60,8 +60,8 @@ def group(graph: Graph, segments: list[Segment]) -> tuple[Block, ...]:
         name = unique(label + (f"@{call}" if call else ""), names, separator="#")
         read = (graph.by_name[name] for name in {binding.name for binding in tensors})
         weights = sum(item.nbytes for item in read if not item.buffer)
-        own = tuple(nodes), inputs, outputs, tensors, scope, weights
-        blocks.append(Block(name, templates[key], *own))
+        fields = tuple(nodes), inputs, outputs, tensors, scope, weights
+        blocks.append(Block(name, templates[key], *fields))
     return tuple(blocks)
 
 

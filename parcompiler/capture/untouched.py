@@ -151,14 +151,14 @@ class Attributes:
 def _owners(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Modules, and objects of the user's classes in their attributes (helpers, configurations),
     recursively; each with its path."""
-    found: list[tuple[str, object]] = [*model.named_modules()]
-    seen = {id(owner) for _, owner in found}
-    for path, owner in found:  # grows
+    owners: list[tuple[str, object]] = [*model.named_modules()]
+    seen = {id(owner) for _, owner in owners}
+    for path, owner in owners:  # grows
         yield path, owner
         for name, value in vars(owner).items():
             if id(value) not in seen and _is_object(value):
                 seen.add(id(value))
-                found.append((f"{path}.{name}".lstrip("."), value))
+                owners.append((f"{path}.{name}".lstrip("."), value))
 
 
 def _is_object(value: object) -> bool:
@@ -183,7 +183,7 @@ def _members(container: Any) -> list[int] | set[int]:
 def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], str, Any]]:
     """Numbers and containers outside of a model that the code of its classes names: attributes of
     classes, globals and closure variables. Each with a function that sets it."""
-    found: dict[str, tuple[Callable[[str, Any], None], str, Any]] = {}
+    attributes: dict[str, tuple[Callable[[str, Any], None], str, Any]] = {}
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     functions = list[FunctionType]()
     for kind in kinds:
@@ -193,7 +193,7 @@ def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], st
             if isinstance(value, FunctionType):
                 functions.append(value)
             elif _may_count(value) and not name.startswith("__"):
-                found[f"{kind.__qualname__}.{name}"] = partial(setattr, kind), name, value
+                attributes[f"{kind.__qualname__}.{name}"] = partial(setattr, kind), name, value
     seen = set[int]()
     for function in functions:  # grows by functions of the same file that are named
         code, names = function.__code__, function.__globals__
@@ -205,13 +205,13 @@ def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], st
             if isinstance(value, FunctionType) and value.__globals__ is names:
                 functions.append(value)
             elif name in names and _may_count(value):
-                found[f"the global {name}"] = names.__setitem__, name, value
+                attributes[f"the global {name}"] = names.__setitem__, name, value
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # a cell that is still empty
                 if _may_count(cell.cell_contents):
                     put = partial(_fill, cell)
-                    found[f"{name} of {function.__qualname__}"] = put, name, cell.cell_contents
-    return found
+                    attributes[f"{name} of {function.__qualname__}"] = put, name, cell.cell_contents
+    return attributes
 
 
 def _may_count(value: object) -> bool:
@@ -366,11 +366,13 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
         with ExitStack() as stack:
             for kind in kinds:  # patches a class, so all instances
                 known = {name: change for name, change in methods.items() if hasattr(kind, name)}
-                own = {name: change(getattr(kind, name)) for name, change in known.items()}
-                stack.enter_context(patched(kind, **own))
+                changed = {name: change(getattr(kind, name)) for name, change in known.items()}
+                stack.enter_context(patched(kind, **changed))
             yield attributes
     finally:
-        read_at = (at for at, found in read.items() if not found <= written.get(at, set()))
+        read_at = (
+            at for at, names_read in read.items() if not names_read <= written.get(at, set())
+        )
         attributes.update(at for at in read_at if at in watched)
 
 

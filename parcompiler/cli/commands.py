@@ -144,7 +144,7 @@ def compile_command(
     )
     report = program.report()
     meta = any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
-    given = pretrained is not None or checkpoint is not None
+    stored = pretrained is not None or checkpoint is not None
     advice = _without_weights(model, meta=meta)
     if weights and meta and pretrained is None:
         message = f"the model has no weights to write (meta device): {advice}"
@@ -164,7 +164,7 @@ def compile_command(
     ranks = program.problem.mesh.size
     resumed = "" if checkpoint is None else f" --resume {shlex.quote(str(checkpoint.absolute()))}"
     started = f"{_started(launcher, path, ranks)}{resumed}"
-    if not (weights or given):
+    if not (weights or stored):
         started = f"it has no weights to begin with: {advice}; or start it with --resume CHECKPOINT"
     text = (
         f"{path}: the scripts of {ranks} ranks, explained in {path / 'README.md'}\n"

@@ -71,8 +71,8 @@ def _lines(error: BaseException) -> list[str]:
     notes = _notes(error)
     if isinstance(error, ParcompilerError):
         return [f"error: {error}", *notes]
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return [f"error: {what}", *notes, "(this was not expected; --debug shows where it happened)"]
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return [f"error: {text}", *notes, "(this was not expected; --debug shows where it happened)"]
 
 
 def _notes(error: BaseException | None) -> list[str]:

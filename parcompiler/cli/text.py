@@ -149,15 +149,15 @@ def _of_datasets(path: Path) -> Iterator[str]:
         message = f"{path} is a data set of the package datasets: pip install datasets"
         raise InputError(message) from error
     try:
-        found: Any = load_from_disk(str(path))
-        found = found["train"] if isinstance(found, dict) else found
+        dataset: Any = load_from_disk(str(path))
+        dataset = dataset["train"] if isinstance(dataset, dict) else dataset
     except Exception as error:  # the package raises nothing narrower
         message = f"cannot read the data set {path} ({type(error).__name__}: {error})"
         raise InputError(message) from error
-    if "text" not in found.column_names:
-        message = f"{path} has no column 'text' (it has: {', '.join(found.column_names)})"
+    if "text" not in dataset.column_names:
+        message = f"{path} has no column 'text' (it has: {', '.join(dataset.column_names)})"
         raise InputError(message)
-    yield from (row["text"] for row in found)
+    yield from (row["text"] for row in dataset)
 
 
 def _encoded(

@@ -144,22 +144,22 @@ def _steps(method: str, head: SpreadLayer[VocabularyHead]) -> Iterator[tuple[str
         "chain": " + bias" * bias + ", through `logits`" * through,
         "back": " D" * through,
     }
-    for what, does in STEPS[method]:
-        yield what.format(**facts), does.format(**facts)
+    for step, does in STEPS[method]:
+        yield step.format(**facts), does.format(**facts)
 
 
 def _table(steps: Iterable[tuple[str, str]]) -> str:
     """Two columns: the instruction, and what it does."""
     lines = list(steps)
-    width = min(max(len(what) for what, _ in lines), _WIDEST)
-    return "\n".join(row for what, does in lines for row in _rows(what, does, width))
+    width = min(max(len(step) for step, _ in lines), _WIDEST)
+    return "\n".join(row for step, does in lines for row in _rows(step, does, width))
 
 
-def _rows(what: str, does: str, width: int) -> Iterator[str]:
+def _rows(step: str, does: str, width: int) -> Iterator[str]:
     """The lines of one instruction; no formula is broken in parentheses or at its `=`."""
     pad = " " * (6 + width)
-    head = f"    {what.ljust(width)}  "
-    if len(what) > width:
+    head = f"    {step.ljust(width)}  "
+    if len(step) > width:
         yield head.rstrip()
         head = pad
     together = re.sub(r"\([^()]*\)| = ", lambda formula: formula[0].replace(" ", _GLUE), does)

@@ -81,10 +81,10 @@ class Body:
                 statement = self._statement(node, INDENT + 4 * len(contexts))
                 if statement is None:
                     continue
-                here = self._place(node)
-                if here != place:
-                    yield from self._heading(here, node, INDENT + 4 * len(contexts), members[0])
-                place = here
+                current = self._place(node)
+                if current != place:
+                    yield from self._heading(current, node, INDENT + 4 * len(contexts), members[0])
+                place = current
                 yield statement
 
     def _heading(self, place: str, node: fx.Node, indent: int, first: fx.Node) -> Iterator[str]:

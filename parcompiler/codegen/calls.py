@@ -72,8 +72,8 @@ class BoundCall:
 
     def needs_no_keyword(self, name: str) -> bool:
         """Whether an argument may be left out as a keyword: it has its default, or is None."""
-        given = self.values[name] is not None or self.arguments[name].has_default_value()
-        return name in self.defaults or not given
+        passed = self.values[name] is not None or self.arguments[name].has_default_value()
+        return name in self.defaults or not passed
 
     def reads_as_written(self) -> bool:
         """Whether tensors are exactly where the schema has them: else Python would choose another
@@ -98,12 +98,12 @@ def bind(node: fx.Node, operand: Operand) -> BoundCall:
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments  # `from` is a keyword of Python
     arguments = {f"{a.name}_" if iskeyword(a.name) else str(a.name): a for a in schema}
-    given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+    passed = dict(zip(arguments, node.args, strict=False)) | node.kwargs
     if not any("Tensor" in str(argument.type) for argument in arguments.values()):
-        given["device"] = torch.device("cpu")  # a factory: on the device of the rank
-    values = {name: given.get(name, item.default_value) for name, item in arguments.items()}
+        passed["device"] = torch.device("cpu")  # a factory: on the device of the rank
+    values = {name: passed.get(name, item.default_value) for name, item in arguments.items()}
     defaults = {name for name, item in arguments.items() if _is_default(item, values[name])}
-    if given.get("eps") is not None:
+    if passed.get("eps") is not None:
         defaults.discard("eps")  # always written, even if it is the default
     return BoundCall(node.target, arguments, values, frozenset(defaults), operand)
 

@@ -161,9 +161,9 @@ def _best(lines: Sequence[Instruction]) -> Repeat | None:
         places.setdefault(item, []).append(place)
     distances = Counter(
         after - before
-        for found in places.values()
-        for apart in range(1, min(len(found), PERIODS))
-        for before, after in zip(found, found[apart:], strict=False)
+        for starts in places.values()
+        for apart in range(1, min(len(starts), PERIODS))
+        for before, after in zip(starts, starts[apart:], strict=False)
     )
     periods = sorted(period for period, _ in distances.most_common(PERIODS))
     repeats = [repeat for period in periods for repeat in _repeats(lines, alike, period)]

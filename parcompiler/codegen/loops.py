@@ -105,14 +105,14 @@ def _carried(rounds: Sequence[Sequence[Call]]) -> tuple[tuple[int, int, str], ..
 
 def sources(calls: Sequence[Call], before: Sequence[Call]) -> list[Source]:
     """The source of each argument of a round, call by call."""
-    here = {name: (p, r) for p, call in enumerate(calls) for r, name in enumerate(call.results)}
-    there = {name: (p, r) for p, call in enumerate(before) for r, name in enumerate(call.results)}
+    inside = {name: (p, r) for p, call in enumerate(calls) for r, name in enumerate(call.results)}
+    earlier = {name: (p, r) for p, call in enumerate(before) for r, name in enumerate(call.results)}
     places: list[Source] = []
     for name in (name for call in calls for name in call.arguments):
-        if name in here:
-            places.append(("inside", here[name]))
-        elif name in there:
-            places.append(("before", there[name]))
+        if name in inside:
+            places.append(("inside", inside[name]))
+        elif name in earlier:
+            places.append(("before", earlier[name]))
         else:
             places.append(("outside", name))
     return places

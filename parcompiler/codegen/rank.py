@@ -296,9 +296,9 @@ def _title(lowered: Lowered, program: RankProgram, *, shared: bool = False) -> s
     """The title of a rank, or of the ranks that share a script."""
     at = program.coordinate
     stages = [stage.index for stage in lowered.on_rank(at.pipeline)]
-    what = f"stage{'s' * (len(stages) > 1)} {numbers(stages)}"
+    duty = f"stage{'s' * (len(stages) > 1)} {numbers(stages)}"
     who = f"Ranks {_ranks(program)}" if shared else f"Rank {program.rank}"
-    text = f"{who} of {program.size}: {what} of {docstring(lowered.graph.name)}"
+    text = f"{who} of {program.size}: {duty} of {docstring(lowered.graph.name)}"
     for name, place, count in (
         ("tensor rank", at.tensor, program.tensor),
         ("context rank", at.context, program.context),

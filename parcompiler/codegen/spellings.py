@@ -269,20 +269,20 @@ class Spelling:
     @cached_property
     def names(self) -> frozenset[str]:
         """The arguments that it covers; switches of the capturing machine count as covered."""
-        found = {node.id for node in ast.walk(ast.parse(self.text)) if isinstance(node, ast.Name)}
-        return frozenset(found - MODULES | SWITCHES)
+        names = {node.id for node in ast.walk(ast.parse(self.text)) if isinstance(node, ast.Name)}
+        return frozenset(names - MODULES | SWITCHES)
 
 
 @cache
 def _by_operator() -> Mapping[str, tuple[Spelling, ...]]:
     """The table, by operator."""
-    found: dict[str, tuple[Spelling, ...]] = defaultdict(tuple)
+    spellings: dict[str, tuple[Spelling, ...]] = defaultdict(tuple)
     for text, operators in SPELLINGS.items():
         for operator in operators.split():
             name, _, overload = operator.partition(".")
             spelling = Spelling(text.replace("{op}", name))
-            found[f"{name}.{overload or 'default'}"] += (spelling,)
-    return dict(found)
+            spellings[f"{name}.{overload or 'default'}"] += (spelling,)
+    return dict(spellings)
 
 
 def spellings(key: str) -> tuple[Spelling, ...]:

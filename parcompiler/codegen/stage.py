@@ -218,18 +218,18 @@ class StageWriter:
         nodes: Sequence[fx.Node],
         kept: Mapping[fx.Node, str],
         further: Mapping[str, Parameter],
-        there: Mapping[fx.Node, str] | None = None,
+        known: Mapping[fx.Node, str] | None = None,
     ) -> list[str]:
-        """The statements of nodes of the prologue, where some are `there` already."""
-        variables, there = self.lowered.variables, there or {}
+        """The statements of nodes of the prologue, where the names of some are `known` already."""
+        variables, known = self.lowered.variables, known or {}
         attributes = {item.node: f"self.{attribute}" for attribute, item in further.items()}
         operands = {
             node: attributes.get(node.name, variables.get(node, ""))
             for node in self.graph.fx_graph.nodes
             if node.op == "placeholder" and (node.name in attributes or node in variables)
         }
-        taken = {*self.stage.inputs, *self.stage.receives, *there.values()}
-        body = Body(self.graph, self.effects, {**operands, **there}, taken)
+        taken = {*self.stage.inputs, *self.stage.receives, *known.values()}
+        body = Body(self.graph, self.effects, {**operands, **known}, taken)
         lines = body.lines(nodes, kept)
         return [line for line in lines if line and not line.strip().startswith("#")]
 

@@ -328,7 +328,9 @@ def _first_part(
     }
     kept = {id(x) for _, (x, _) in deferred}  # not the storages, which must end below
     received = [storages({node: outside.received.get(node)}) for node in inputs]
-    places = (i for i, own in enumerate(received) if any(id(each) in kept for each in own))
+    places = (
+        i for i, operands in enumerate(received) if any(id(each) in kept for each in operands)
+    )
     return {
         "input_peak": memory.peak,
         "first_input_peak": memory.peak_with_copies,
@@ -354,10 +356,10 @@ def _leaving(
             return
         x = node.args[_INPUT[node.target]]
         assert isinstance(x, fx.Node), "the input of a layer is a value"
-        what, packed = layers[node], scope.pack(values[x])
+        layer, packed = layers[node], scope.pack(values[x])
 
         def left(dy: Tensor) -> None:
-            leave((what, (scope.unpack(packed).untyped_storage(), dy.untyped_storage())))
+            leave((layer, (scope.unpack(packed).untyped_storage(), dy.untyped_storage())))
 
         values[node].register_hook(left)
 

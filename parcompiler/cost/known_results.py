@@ -34,12 +34,12 @@ def result(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     key = _key(func, args, kwargs) if _makes_anew(func) else None
     if key is not None and key in _known:
         return _made(_known[key])
-    found = func(*args, **kwargs)
-    if key is not None and _is_new(found, (args, list(kwargs.values()))):
+    value = func(*args, **kwargs)
+    if key is not None and _is_new(value, (args, list(kwargs.values()))):
         if len(_known) >= MOST:
             _known.clear()
-        _known[key] = _forms(found)
-    return found
+        _known[key] = _forms(value)
+    return value
 
 
 @cache
@@ -79,9 +79,9 @@ def _form(value: Any) -> Hashable:
     raise TypeError(message)
 
 
-def _is_new(found: Any, operands: Any) -> bool:
+def _is_new(value: Any, operands: Any) -> bool:
     """Whether a result consists of tensors, or None, each of which fills memory of its own."""
-    items = found if isinstance(found, tuple) else [found]
+    items = value if isinstance(value, tuple) else [value]
     tensors = [item for item in items if item is not None]
     if not all(isinstance(item, torch.Tensor) and _fills(item) for item in tensors):
         return False
@@ -101,9 +101,9 @@ def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def _forms(found: Any) -> Form | list[Form | None] | None:
+def _forms(value: Any) -> Form | list[Form | None] | None:
     """The forms of one result, or of a tuple of them."""
-    return list(map(_layout, found)) if isinstance(found, tuple) else _layout(found)
+    return list(map(_layout, value)) if isinstance(value, tuple) else _layout(value)
 
 
 def _layout(tensor: torch.Tensor | None) -> Form | None:

@@ -198,10 +198,10 @@ def _unmasked_share(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """The share of the scores that a causal mask, which starts at the first row and key, keeps."""
     if not isinstance(target, torch._ops.OpOverload):
         return 1.0
-    given = bound(target, args, kwargs)
-    if not given.get("is_causal"):
+    operands = bound(target, args, kwargs)
+    if not operands.get("is_causal"):
         return 1.0
-    rows, keys = (int(given[name].shape[-2]) for name in ("query", "key"))
+    rows, keys = (int(operands[name].shape[-2]) for name in ("query", "key"))
     square = min(rows, keys)
     return (square * (square + 1) / 2 + (rows - square) * keys) / (rows * keys)
 

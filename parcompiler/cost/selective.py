@@ -31,8 +31,8 @@ CHEAP = NONLINEAR | set("add sub rsub mul div neg layer_norm rms_norm to _to_cop
 
 def running_again(graph: Graph, block: Block) -> frozenset[fx.Node]:
     """The nodes of a block that run again in its backward: equal for all blocks of a template."""
-    given = block.nodes, block.inputs, graph.roles
-    return graph.once(("again", block.nodes), lambda: again_nodes(*given))
+    inputs = block.nodes, block.inputs, graph.roles
+    return graph.once(("again", block.nodes), lambda: again_nodes(*inputs))
 
 
 def again_nodes(
@@ -46,7 +46,7 @@ def again_nodes(
         outside = boundary(nodes, inputs, roles)
         saved = _saved(nodes, outside)
     free = set(map(saved.home, (*outside.parameters, *outside.buffers)))
-    found: set[fx.Node] = set()
+    again: set[fx.Node] = set()
 
     def remake(node: fx.Node) -> set[fx.Node] | None:
         """The nodes that make a value again: empty if it is kept, None if that is expensive."""
@@ -68,8 +68,8 @@ def again_nodes(
                 made[node] = {node}.union(*filter(None, before))
     for node, chain in made.items():
         if node in saved.values or node in saved.inside:
-            found |= chain
-    return frozenset(found)
+            again |= chain
+    return frozenset(again)
 
 
 @dataclass
@@ -91,27 +91,27 @@ class _Saved:
 def _saved(nodes: Sequence[fx.Node], outside: Boundary) -> _Saved:
     """The values that the backward of a block reads, by a run of its forward as on an
     accelerator."""
-    found, values, hooks = _Saved(), outside.values, SavedTensors()
+    saved, values, hooks = _Saved(), outside.values, SavedTensors()
     for node, value in values.items():
-        _note(found, node, value)
+        _note(saved, node, value)
     with hooks, Recorder(accelerator=True) as recorder:
         for node in nodes:
             before = hooks.storages()
             execute([node], values, recorder)
-            _note(found, node, values[node])
-            if any(storage not in found.homes for storage in hooks.storages() - before):
-                found.inside.add(node)
-    for storage in hooks.storages() & found.homes.keys():
-        found.values.add(found.homes[storage])
-    return found
+            _note(saved, node, values[node])
+            if any(storage not in saved.homes for storage in hooks.storages() - before):
+                saved.inside.add(node)
+    for storage in hooks.storages() & saved.homes.keys():
+        saved.values.add(saved.homes[storage])
+    return saved
 
 
-def _note(found: _Saved, node: fx.Node, value: object) -> None:
+def _note(saved: _Saved, node: fx.Node, value: object) -> None:
     """Record which node makes the memory of a value."""
     for tensor in tensors_of(value):
-        home = found.homes.setdefault(tensor.untyped_storage(), node)
-        found.of.setdefault(node, home)
-        found.nbytes[node] += tensor.nbytes
+        home = saved.homes.setdefault(tensor.untyped_storage(), node)
+        saved.of.setdefault(node, home)
+        saved.nbytes[node] += tensor.nbytes
 
 
 def _is_cheap(node: fx.Node, differentiable: Collection[str]) -> bool:

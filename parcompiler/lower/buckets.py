@@ -51,7 +51,7 @@ def buckets(
     """The buckets of every rank, in the order in which they become final there; the tensors in
     `apart` are in none."""
     most = bucket_size(graph, len(lists))
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for rank, lines in enumerate(lists):
         final = _final(graph, stages, rank, lines)
         if spread is not None:
@@ -60,21 +60,21 @@ def buckets(
             items = [graph.by_name[name] for name in names if name not in apart]
             items = [item for item in items if item.trainable]
             for part in filled(items, most):
-                own = tuple(item.name for item in part)
+                part_names = tuple(item.name for item in part)
                 kind = EXPERTS if part[0].experts else ROWS if part[0].looked_up else "bucket_"
-                found.append(Bucket(f"{kind}{len(found)}", own, (rank,), stage))
-    return tuple(found)
+                buckets.append(Bucket(f"{kind}{len(buckets)}", part_names, (rank,), stage))
+    return tuple(buckets)
 
 
 def gathered(
     lists: Sequence[Lines],
-    found: Sequence[Bucket],
+    buckets: Sequence[Bucket],
     tied: Sequence[TiedTensor],
     kind: Kind = Kind.GATHER_PARAMETERS,
 ) -> tuple[Lines, ...]:
     """The lists with a gather of each bucket and tied tensor, which data ranks have updated in
     parts, after the optimizer's step; the tensors that the next forward reads first come first."""
-    order: list[TiedTensor | Bucket] = [*tied, *reversed(found)]
+    order: list[TiedTensor | Bucket] = [*tied, *reversed(buckets)]
     return tuple(
         (*lines, *(Instruction(kind, value=x.label, ranks=(r,)) for x in order if r in x.ranks))
         for r, lines in enumerate(lists)
@@ -82,18 +82,20 @@ def gathered(
 
 
 def placed(
-    lists: Sequence[Lines], found: Sequence[Bucket], *, each: bool = False
+    lists: Sequence[Lines], buckets: Sequence[Bucket], *, each: bool = False
 ) -> tuple[Lines, ...]:
     """The lists with the buckets of each stage after its last backward and the messages of that;
     `each`: after the backward of each micro-batch."""
-    return tuple(tuple(_placed(rank, lines, found, each)) for rank, lines in enumerate(lists))
+    return tuple(tuple(_placed(rank, lines, buckets, each)) for rank, lines in enumerate(lists))
 
 
-def _placed(rank: int, lines: Lines, found: Sequence[Bucket], each: bool) -> Iterator[Instruction]:
+def _placed(
+    rank: int, lines: Lines, buckets: Sequence[Bucket], each: bool
+) -> Iterator[Instruction]:
     """The list of one rank with its buckets."""
     behind: dict[int, list[Instruction]] = defaultdict(list)
     ends = _ends(lines, each=each)
-    for bucket in found:
+    for bucket in buckets:
         if bucket.ranks == (rank,):
             whole = Instruction(Kind.REDUCE_GRADIENTS, value=bucket.label, ranks=bucket.ranks)
             for (stage, i), place in ends.items():
@@ -125,16 +127,16 @@ def _final(
     graph: Graph, stages: Sequence[StageProgram], rank: int, lines: Lines
 ) -> dict[int, list[str]]:
     """By stage of a rank, the parameters that are final after its last backward, in order."""
-    own = {stage.index: stage for stage in stages if stage.rank == rank}
+    stage_of = {stage.index: stage for stage in stages if stage.rank == rank}
     homes: dict[str, int] = {}
-    found: dict[int, list[str]] = defaultdict(list)
+    names_of: dict[int, list[str]] = defaultdict(list)
     order = [j for j, _ in _ends(lines) if j != NOWHERE]
     for j in order:
-        for name in _read(graph, own[j]):
+        for name in _read(graph, stage_of[j]):
             homes[name] = j
     for j in order:
-        found[j] = [name for name in reversed(_read(graph, own[j])) if homes[name] == j]
-    return found
+        names_of[j] = [name for name in reversed(_read(graph, stage_of[j])) if homes[name] == j]
+    return names_of
 
 
 def _read(graph: Graph, stage: StageProgram) -> list[str]:

@@ -35,13 +35,13 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
     read = {node for block in cut.blocks for node in block.inputs}
     for node in sorted(cut.prologue, key=lambda node: node not in read):
         give(node, spoken_name(node) or _buffer_name(graph, node) or identifier(node.name))
-    own = _own_names(cut)
+    own_names = _own_names(cut)
     for block in cut.blocks:
         *others, last = block.outputs
         give(last, "loss" if last is graph.loss else short[block.name])
         for node in others:
             plain = spoken_name(node) or identifier(node.name)
-            give(node, own.get(node) or f"{names[last]}_{plain}")
+            give(node, own_names.get(node) or f"{names[last]}_{plain}")
     return names
 
 
@@ -51,8 +51,8 @@ def _looked_up(graph: Graph) -> dict[fx.Node, str]:
     paths = {}
     for item in lookups:
         stack = steps(item.node)
-        owner, _, own = item.weight.rpartition(".")
-        paths[item.node] = (stack[-1].path if stack else "") or owner or own
+        owner, _, leaf = item.weight.rpartition(".")
+        paths[item.node] = (stack[-1].path if stack else "") or owner or leaf
     short = short_names(dict.fromkeys(paths.values()))
     return {node: short[path] for node, path in paths.items()}
 
@@ -86,11 +86,11 @@ def short_names(blocks: Iterable[str]) -> dict[str, str]:
     names = list(blocks)
     lengths = _lengths({name: name.partition("@")[0].split(".") for name in names})
     taken: set[str] = set()
-    found = {}
+    short = {}
     for name in names:
         end = ".".join(name.partition("@")[0].split(".")[-lengths[name] :])
-        found[name] = unique(identifier(end), taken)
-    return found
+        short[name] = unique(identifier(end), taken)
+    return short
 
 
 def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
@@ -99,7 +99,7 @@ def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, path in paths.items():
         alike[tuple("#" if part.isdigit() else part for part in path)].append(name)
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for pattern, members in alike.items():
         whole = {tuple(paths[name]) for name in members}
         length = len(pattern)
@@ -109,5 +109,5 @@ def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
             tells = len({tuple(paths[name][-length:]) for name in members}) == len(whole)
             if end[0] != "#" and tells and not clash:
                 break
-        found |= dict.fromkeys(members, length)
-    return found
+        lengths |= dict.fromkeys(members, length)
+    return lengths

@@ -100,15 +100,15 @@ class Division:
     def spread(self, method: str) -> Spread | None:
         """The layers of the vocabulary on all ranks, with their stages and inputs; None when every
         layer is on a stage."""
-        found, by_name = self.graph.vocabulary, self.graph.by_name
-        if found is None:
+        vocabulary, by_name = self.graph.vocabulary, self.graph.by_name
+        if vocabulary is None:
             return None
-        sizes = {name: by_name[x.weight].shape[0] for x in found.all for name in x.tensors}
+        sizes = {name: by_name[x.weight].shape[0] for x in vocabulary.all for name in x.tensors}
         head = None
-        if (item := found.head) is not None:
+        if (item := vocabulary.head) is not None:
             stage, inputs = self.stage_of[item.x], self._read(item.targets)
             head = SpreadLayer(self.variables[item.x], item, stage, inputs)
-        return Spread(method, tuple(map(self._lookup, found.lookups)), head, sizes)
+        return Spread(method, tuple(map(self._lookup, vocabulary.lookups)), head, sizes)
 
     def _lookup(self, item: EmbeddingLookup) -> SpreadLayer[EmbeddingLookup]:
         """A lookup with the stage that uses it: its users are in one block."""
@@ -129,7 +129,7 @@ class Division:
         read = {operand for node in prologue for operand in node.all_input_nodes}
         made = (n for b in self.cut.blocks for n in b.outputs if self.stage_of[n] != j)
         received = [n for n in (*self.embedded, *made) if n in needed]
-        given = [n for b in blocks for n in b.outputs if self._leaves(n, j)]
+        leaving = [n for b in blocks for n in b.outputs if self._leaves(n, j)]
         has_loss = self.stage_of.get(self.graph.loss) == j
         return StageProgram(
             index=j,
@@ -138,7 +138,7 @@ class Division:
             prologue=prologue,
             inputs=tuple(self.variables[n] for n in self.inputs if n in needed | read),
             receives=tuple(self.variables[n] for n in received),
-            gives=tuple(self.variables[n] for n in given),
+            gives=tuple(self.variables[n] for n in leaving),
             loss=self.variables[self.graph.loss] if has_loss else None,
             tensors=tuple(self._stage_tensors(j, blocks, read)),
             trained=self.graph.trains(blocks),

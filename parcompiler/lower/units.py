@@ -93,13 +93,13 @@ def _sharded(rank: int, lines: Lines, having: Container[int | None]) -> Iterator
         places[lines[k].stage].append(n)
     before: dict[int, list[Instruction]] = defaultdict(list)
     behind: dict[int, list[Instruction]] = defaultdict(list)
-    for own in places.values():
-        for m, n in enumerate(own):
+    for each in places.values():
+        for m, n in enumerate(each):
             line = lines[uses[n]]
-            if m == 0 or n - own[m - 1] > KEEP:
+            if m == 0 or n - each[m - 1] > KEEP:
                 unshard = replace(line, kind=Kind.UNSHARD, ranks=(rank,))
                 before[uses[max(0, n - 1)]].append(unshard)
-            if m + 1 == len(own) or own[m + 1] - n > KEEP:
+            if m + 1 == len(each) or each[m + 1] - n > KEEP:
                 behind[uses[n]].append(replace(line, kind=Kind.RESHARD))
     for k, line in enumerate(lines):
         # The unit that is used here is gathered before the next one.

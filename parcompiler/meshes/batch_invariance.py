@@ -161,9 +161,9 @@ def _of_numbers(
             return (RowNumbers(results[0].dim),)
     elif call.base == "index" and operands[0] == S(0) and call.arguments["indices"][0] is not None:
         if [k for k, x in enumerate(operands) if isinstance(x, RowNumbers)] == [1]:
-            found = _split(call, twin, [FIXED, *split[1:]], segments)
-            if found:
-                return found
+            slices = _split(call, twin, [FIXED, *split[1:]], segments)
+            if slices:
+                return slices
     return (None,) * len(call.results)
 
 

@@ -78,13 +78,13 @@ class Bounds:
     def _states(self) -> dict[bool, tuple[int, int, int]]:
         """Bytes of parameters, of gradients and of optimizer states, for experts in pieces (True)
         and for all else (False)."""
-        whole, found = self.problem.at_zero(0), {}
+        whole, nbytes = self.problem.at_zero(0), {}
         for of_experts in (False, True):
             items = [x for x in whole.graph.parameters if bool(x.experts) == of_experts]
             pairs = [(item.numel, whole.bytes_of(item)) for item in items]
             value, gradient, states = (sum(numel * n[k] for numel, n in pairs) for k in range(3))
-            found[of_experts] = value, gradient, states
-        return found
+            nbytes[of_experts] = value, gradient, states
+        return nbytes
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -104,13 +104,13 @@ class Bounds:
         """Whether the first of several pipeline ranks lacks memory for 1F1B with optimizer states
         shared out (ZeRO 1) and cheap operators recomputed. As it keeps a micro-batch for each rank,
         it has as many activations as all blocks for one."""
-        mesh, there = candidate.mesh, dataclasses.replace(self.problem, mesh=candidate.mesh)
+        mesh, resized = candidate.mesh, dataclasses.replace(self.problem, mesh=candidate.mesh)
         if mesh.pipeline == 1:
             return False
-        states = self._states_at(mesh, min(1, there.zero)) / (mesh.pipeline * mesh.tensor)
+        states = self._states_at(mesh, min(1, resized.zero)) / (mesh.pipeline * mesh.tensor)
         filled = min(1.0, candidate.microbatches / mesh.pipeline)
         kept = states + filled * self._saved / _pieces(candidate)
-        return kept > FILLED * there.room(there.device)
+        return kept > FILLED * resized.room(resized.device)
 
     @cached_property
     def _saved(self) -> int:
@@ -142,8 +142,10 @@ class Bounds:
         """Seconds in which a mean rank gathers parameters for both passes and scatters gradients,
         where memory leaves only ZeRO 3; else 0. It does one of them at a time, beside compute."""
         mesh = candidate.mesh
-        ranks, there = mesh.pipeline * mesh.tensor, dataclasses.replace(self.problem, mesh=mesh)
-        if there.zero < 3 or self._states_at(mesh, 2) <= ranks * there.room(self.problem.device):
+        ranks, resized = mesh.pipeline * mesh.tensor, dataclasses.replace(self.problem, mesh=mesh)
+        if resized.zero < 3 or self._states_at(mesh, 2) <= ranks * resized.room(
+            self.problem.device
+        ):
             return 0.0
         gathered, scattered = self._exchanged
         replicas = mesh.grid.replicas([0])
@@ -155,16 +157,16 @@ class Bounds:
     def _exchanged(self) -> tuple[int, int]:
         """Bytes of the parameters of all blocks without vocabulary layers, and of their gradients;
         without experts, which fewer ranks share. At the granularity with the fewest."""
-        graph, found = self.problem.graph, []
+        graph, sizes = self.problem.graph, []
         for level in self.problem.levels:
             blocks = self.problem.priced(level).cut.blocks
-            own = (block for block in blocks if self._spreadable.isdisjoint(block.nodes))
-            names = {tensor.name for block in own for tensor in block.tensors}
+            inner = (block for block in blocks if self._spreadable.isdisjoint(block.nodes))
+            names = {tensor.name for block in inner for tensor in block.tensors}
             items = [graph.by_name[name] for name in names]
             items = [item for item in items if not (item.buffer or item.experts)]
             sent = self.problem.sent_bytes(item for item in items if item.trainable)
-            found.append((sum(item.nbytes for item in items), sent))
-        return min(found)
+            sizes.append((sum(item.nbytes for item in items), sent))
+        return min(sizes)
 
     def _busy(self, candidate: Candidate, *, is_even: bool) -> float:
         """Seconds of a rank if all have equal work. The last may do its part of the vocabulary

@@ -26,17 +26,17 @@ GIVEN, AUTO = "given", "auto"
 Wanted = str | tuple[int, ...]
 
 
-def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool) -> Wanted:
+def wanted_rows(value: object, mesh: Mesh | Cluster, costs: str, *, again: bool) -> Wanted:
     """The option `microbatch`: a word, or numbers of rows to be weighed besides the given one.
 
     `again` says that the model can be captured on other rows. Raises InputError for other values,
     and where nothing can be weighed.
     """
-    wanted: Wanted = given if isinstance(given, str) else _counts(given)
+    wanted: Wanted = value if isinstance(value, str) else _counts(value)
     if wanted not in (GIVEN, AUTO) and (isinstance(wanted, str) or not wanted):
         message = (
             "microbatch must be 'given', 'auto' or numbers of rows, each from 1 to "
-            f"{MOST_PASSES:,} ({shown(given)} given)"
+            f"{MOST_PASSES:,} ({shown(value)} given)"
         )
         raise InputError(message)
     if wanted == GIVEN:
@@ -56,9 +56,9 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
     return wanted
 
 
-def _counts(given: object) -> tuple[int, ...]:
+def _counts(value: object) -> tuple[int, ...]:
     """The listed numbers of rows, each once; none if one is no positive integer."""
-    counts = [whole(item) for item in given] if isinstance(given, Sequence) else []
+    counts = [whole(item) for item in value] if isinstance(value, Sequence) else []
     positive = [count for count in counts if count is not None and 0 < count <= MOST_PASSES]
     return tuple(dict.fromkeys(positive)) if len(positive) == len(counts) else ()
 

@@ -19,8 +19,8 @@ SHOWN = 10  # meshes; the last row counts the others
 def schedules(report: ReportData) -> Table:
     """The schedules that were considered, and why the others lost."""
     plan, weighed = report.plan, report.plan.weighed or ()
-    own = plan.schedule, plan.virtual_stages
-    chosen = [(item.schedule, item.virtual_stages) == own for item in weighed]
+    ours = plan.schedule, plan.virtual_stages
+    chosen = [(item.schedule, item.virtual_stages) == ours for item in weighed]
     seconds = _as_predicted([item.seconds for item in weighed], chosen, report)
     return table(
         "Schedules considered",
@@ -53,17 +53,17 @@ def levels(report: ReportData) -> Table:
     """The memory and traffic of data ranks at each level of ZeRO, with the stages of the plan."""
     shares = report.levels
     chosen, steps = report.plan.zero, [share.step for share in shares]
-    here = [share.level == chosen for share in shares]
+    is_chosen = [share.level == chosen for share in shares]
     return table(
         f"Levels of ZeRO with these stages, on {report.mesh.replicas}",
-        number("zero", _marked((share.level for share in shares), here)),
+        number("zero", _marked((share.level for share in shares), is_chosen)),
         scaled("para-\nmeters", (share.parameters for share in shares), BYTES),
         scaled("gra-\ndients", (share.gradients for share in shares), BYTES),
         scaled("states,\nmasters", (share.states for share in shares), BYTES),
         scaled("fullest\nrank", (share.memory for share in shares), BYTES),
         scaled("exchanged\nin", (share.exchange for share in shares), SECONDS),
         scaled("of that\nexposed", (share.exposed for share in shares), SECONDS),
-        scaled("step,\nestimated", _as_predicted(steps, here, report), SECONDS),
+        scaled("step,\nestimated", _as_predicted(steps, is_chosen, report), SECONDS),
         words("", (_place(share, chosen) for share in shares)),
     )
 

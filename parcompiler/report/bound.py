@@ -119,7 +119,7 @@ def lines(priced: Priced, device: Device) -> tuple[SourceLine, ...]:
     blocks = Counter(block.template for block in priced.cut.blocks)
     first = {block.template: b for b, block in reversed([*enumerate(priced.cut.blocks)])}
     total = sum((*priced.forward, *priced.backward)) or 1.0
-    found = []
+    rows = []
     for template, b in first.items():
         nodes, cost = priced.cut.blocks[b].nodes, priced.costs[b]
         passes = ((cost.forward, priced.forward[b]), (cost.backward, priced.backward[b]))
@@ -134,19 +134,19 @@ def lines(priced: Priced, device: Device) -> tuple[SourceLine, ...]:
         for (place, text), ((forward, backward), kinds) in spent.items():
             share = blocks[template] * (forward + backward) / total
             bound = max(kinds, key=lambda kind: kinds[kind])
-            found.append(SourceLine(
+            rows.append(SourceLine(
                 template, blocks[template], place, text, forward, backward, share, bound
             ))  # fmt: skip
-    return tuple(sorted(found, key=lambda line: -line.share))
+    return tuple(sorted(rows, key=lambda line: -line.share))
 
 
 def _line(nodes: Sequence[fx.Node], place: int | None) -> tuple[str, str]:
     """The innermost line around a node that is not torch's own: its file and number, its text."""
     calls = () if place is None else frames(nodes[place])
-    own = [frame for frame in calls if not frame.is_torch] or calls[-1:]
-    if not own:
+    outer = [frame for frame in calls if not frame.is_torch] or calls[-1:]
+    if not outer:
         return "", "added by parcompiler"
-    return f"{PurePath(own[-1].file).name}:{own[-1].line}", own[-1].text
+    return f"{PurePath(outer[-1].file).name}:{outer[-1].line}", outer[-1].text
 
 
 def _shares(cost: BlockCost, device: Device, *, again: bool) -> Counter[str]:
@@ -199,26 +199,26 @@ def _waits(
 
 
 def changes(
-    problem: Problem, plan: Plan, found: Iterable[NamedTime], device: Device
+    problem: Problem, plan: Plan, times: Iterable[NamedTime], device: Device
 ) -> tuple[OptionGain, ...]:
     """Changes of one option that would train more samples a second, the best three at most.
 
     Each is predicted with the plan's stages, so that a plan made for it may be faster still;
     `problem` is that of one tensor rank.
     """
-    parts = tuple(found)
+    parts = tuple(times)
     seconds = sum(part.seconds for part in parts)
     weighed = [*_narrowed(problem, plan, parts, device), *_reordered(problem, plan, seconds)]
     return by_gain(change for change in weighed if change.gain > WORTH)[:SHOWN]
 
 
-def by_gain(found: Iterable[OptionGain]) -> tuple[OptionGain, ...]:
+def by_gain(gains: Iterable[OptionGain]) -> tuple[OptionGain, ...]:
     """Changes, the best first."""
-    return tuple(sorted(found, key=lambda change: -change.gain))
+    return tuple(sorted(gains, key=lambda change: -change.gain))
 
 
 def _narrowed(
-    problem: Problem, plan: Plan, found: Iterable[NamedTime], device: Device
+    problem: Problem, plan: Plan, times: Iterable[NamedTime], device: Device
 ) -> Iterator[OptionGain]:
     """16 bits for a model in 32, if the device is faster in them; halves all traffic."""
     wide, narrow = torch.float32, torch.bfloat16
@@ -245,8 +245,8 @@ def _narrowed(
         WAITING: max(slower, 0.5),
         **dict.fromkeys(halved, 0.5),
     }
-    before = sum(part.seconds for part in found)
-    seconds = sum(part.seconds * scales.get(part.name, 1.0) for part in found)
+    before = sum(part.seconds for part in times)
+    seconds = sum(part.seconds * scales.get(part.name, 1.0) for part in times)
     yield OptionGain("precision", "bf16", before / seconds - 1, seconds)
 
 
@@ -300,8 +300,8 @@ def other_mesh(
         named = replace(options, microbatches=count)
         try:
             trial = on_axes(problem.anew(mesh=other, options=named, explain=False))
-            found = decide(trial, DEFAULT)
-            step = lowered_step(local(trial, found), found)
+            decided = decide(trial, DEFAULT)
+            step = lowered_step(local(trial, decided), decided)
         except ParcompilerError:
             continue  # it does not fit, or has more stages than the model has blocks
         if seconds / step - 1 > WORTH:

@@ -107,7 +107,7 @@ def owned(plan: Plan, lowered: Lowered) -> tuple[data.OwnedParameters, ...]:
     if not lowered.zero or plan.optimizer not in WHOLE:
         return ()
     ties = {item.name: k for k, item in enumerate(sorted(lowered.tied, key=lambda x: x.name))}
-    found = []
+    rows = []
     for rank in range(lowered.size):
         of_buckets = (n for item in lowered.buckets if rank in item.ranks for n in item.names)
         names = dict.fromkeys((*of_buckets, *(x.name for x in lowered.tied if rank in x.ranks)))
@@ -115,10 +115,10 @@ def owned(plan: Plan, lowered: Lowered) -> tuple[data.OwnedParameters, ...]:
         homes = {name: k % lowered.data for name, k in ties.items()}
         places = pieces.dealt(sizes, lowered.data, homes)
         for k in range(lowered.data):
-            own = sorted((n for n in sizes if places[n] == k), key=lambda n: -sizes[n])
-            size = sum(sizes[name] for name in own)
-            found.append(data.OwnedParameters(rank, k, size, tuple(own)))
-    return tuple(found)
+            rank_names = sorted((n for n in sizes if places[n] == k), key=lambda n: -sizes[n])
+            size = sum(sizes[name] for name in rank_names)
+            rows.append(data.OwnedParameters(rank, k, size, tuple(rank_names)))
+    return tuple(rows)
 
 
 def ranks(
@@ -197,7 +197,7 @@ def stages(
         tensors = [lowered.graph.by_name[name] for name in stage.tensors]
         parameters = [item for item in tensors if not item.buffer]
         sent, sent_back = _sent(lowered, stage)
-        own = (x for x in lowered.instructions[stage.rank] if x.stage == stage.index)
+        lines = (x for x in lowered.instructions[stage.rank] if x.stage == stage.index)
         summary = data.StageSummary(
             rank=stage.rank,
             blocks=tuple(call.block.name for call in stage.calls),
@@ -210,7 +210,7 @@ def stages(
             backward=float(cost.backward),
             state=cost.resident,
             activations=cost.saved,
-            in_flight=stale.most_alive(own),
+            in_flight=stale.most_alive(lines),
             sent=sent,
             sent_back=sent_back,
         )
@@ -224,11 +224,11 @@ def staleness(lowered: Lowered) -> tuple[data.Stale, ...]:
         return ()
     stages = []
     for stage in lowered.stages:
-        own = lowered.instructions[stage.rank], stage.index
+        program = lowered.instructions[stage.rank], stage.index
         tensors = (lowered.graph.by_name[name] for name in stage.tensors)
         weights = sum(item.nbytes for item in tensors if item.trainable)
-        count = stale.versions(*own)
-        stages.append(data.Stale(stale.staleness(*own), count, (count - 1) * weights))
+        count = stale.versions(*program)
+        stages.append(data.Stale(stale.staleness(*program), count, (count - 1) * weights))
     return tuple(stages)
 
 
@@ -435,8 +435,8 @@ def _sent(lowered: Lowered, stage: StageProgram) -> tuple[int, int]:
         if line.kind is Kind.SEND and line.microbatch == 0:
             value = lowered.values[line.value or ""]
             users = (j for j in value.consumers if j != NOWHERE)
-            own = (j for j in users if lowered.stages[j].rank == stage.rank)
-            if (min(own) if line.gradient else value.producer) == stage.index:
+            readers = (j for j in users if lowered.stages[j].rank == stage.rank)
+            if (min(readers) if line.gradient else value.producer) == stage.index:
                 sent[line.gradient] += value.nbytes
     return sent[0], sent[1]
 

@@ -52,9 +52,9 @@ def _ranges(names: Sequence[str], short: bool) -> Iterator[str]:
         length = max(_length(names, begin, period) for period in PERIODS)
         if length > 1:
             first, last = names[begin], names[begin + length - 1]
-            own, pairs = last.split("."), zip(first.split("."), last.split("."), strict=False)
+            parts, pairs = last.split("."), zip(first.split("."), last.split("."), strict=False)
             same = next((k for k, (a, b) in enumerate(pairs) if a != b), 0) if short else 0
-            yield f"{first} … {'.'.join(own[same:])} ({length})"
+            yield f"{first} … {'.'.join(parts[same:])} ({length})"
         else:
             yield names[begin]
         begin += length

@@ -120,12 +120,12 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
         yield "experts", f"{_expert_shares(report)}; {_exchange(report, 'expert')}"
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{plan.microbatches} a step{each}"
-    own = f"{model.dtype}, as the model is"
+    as_is = f"{model.dtype}, as the model is"
     if model.dtype in ("bfloat16", "float16"):
         name = {"bfloat16": "bf16", "float16": "fp16"}[model.dtype]
         more = quantity(_of_masters(report), BYTES)
-        own += f"; --precision {name} would keep float32 masters and states (+{more} a rank)"
-    yield "precision", plan.precision or own
+        as_is += f"; --precision {name} would keep float32 masters and states (+{more} a rank)"
+    yield "precision", plan.precision or as_is
     yield "optimizer", plan.optimizer
     for form in model.attention:
         yield "attention", f"{form.text} ({form.count})"
@@ -275,9 +275,9 @@ def bounded(report: ReportData) -> str:
 def following(report: ReportData) -> str:
     """The changes that would train more samples a second, in a sentence."""
     mesh = report.mesh
-    given = not report.plan.meshes and mesh.pipeline * mesh.copies > 1
-    given = given and not any(change.option == "mesh" for change in report.step.changes)
-    others = "; --mesh auto weighs other meshes" if given else ""
+    by_hand = not report.plan.meshes and mesh.pipeline * mesh.copies > 1
+    by_hand = by_hand and not any(change.option == "mesh" for change in report.step.changes)
+    others = "; --mesh auto weighs other meshes" if by_hand else ""
     if not report.step.changes:
         return f"No other number of micro-batches, schedule or precision gains 1 %{others}."
     gains = ((f"--{c.option} {c.value}", percent(c.gain)) for c in report.step.changes)

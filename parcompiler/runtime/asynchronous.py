@@ -300,8 +300,8 @@ class Serving:
         factor, *numbers = message[0].tolist()
         present, options = numbers[: len(self._parameters)], numbers[len(self._parameters) :]
         pieces = self._pieces(message[1:])
-        for there, (name, gradient) in zip(present, pieces.items(), strict=True):
-            if there:
+        for is_present, (name, gradient) in zip(present, pieces.items(), strict=True):
+            if is_present:
                 master = self._masters.by_name[name]
                 master.grad = gradient.to(master.dtype, copy=True)
                 if self._program.narrow is not None:
@@ -318,12 +318,12 @@ class Serving:
 
     def _pieces(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Inverse of `_flat`: the tensors by name."""
-        found = dict[str, torch.Tensor]()
+        pieces = dict[str, torch.Tensor]()
         for dtype, flat in zip(self._dtypes, flats, strict=True):
             same = {n: p.detach() for n, p in self._parameters.items() if p.dtype == dtype}
             tensors = unflattened(flat.to(self._channels.device), same.values())
-            found |= dict(zip(same, tensors, strict=True))
-        return {name: found[name] for name in self._parameters}
+            pieces |= dict(zip(same, tensors, strict=True))
+        return {name: pieces[name] for name in self._parameters}
 
     @torch.no_grad()
     def _fill(self, weights: Sequence[torch.Tensor]) -> None:
@@ -346,9 +346,9 @@ def released(clocks: Sequence[int], waiting: set[int], staleness: int) -> list[i
     >>> released([3, 1, 0], waiting, 2), waiting
     ([1], {0})
     """
-    found = sorted(k for k in waiting if clocks[k] - min(clocks) <= staleness)
-    waiting.difference_update(found)
-    return found
+    released_ranks = sorted(k for k in waiting if clocks[k] - min(clocks) <= staleness)
+    waiting.difference_update(released_ranks)
+    return released_ranks
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:

@@ -146,10 +146,10 @@ class Axis:
             sent = summand.new_empty(self.size, *shape)
             for rank, part in enumerate(sent):
                 part.copy_(shard.take(summand, self.size, rank))
-        own = sent.new_empty(shape)
-        flat = wire(own.view(-1)), wire(sent.view(-1))
+        piece = sent.new_empty(shape)
+        flat = wire(piece.view(-1)), wire(sent.view(-1))
         self._finish(dist.reduce_scatter_single(*flat, group=self.group, async_op=True))
-        return own
+        return piece
 
     def all_to_all(self, part: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:
         """The piece by `target` of the whole, from the pieces of all ranks by `source`."""

@@ -243,8 +243,10 @@ def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int)
             message += ": torch.as_tensor makes one of an array"
         raise InputError(message)
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
-        given = tensor.device if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
-        message = f"batch[{spec.key!r}] must be a dense tensor with values ({given} given)"
+        layout = (
+            tensor.device if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
+        )
+        message = f"batch[{spec.key!r}] must be a dense tensor with values ({layout} given)"
         raise InputError(message)
     wider = spec.dtype == program.narrow and tensor.is_floating_point()
     if tensor.dtype != spec.dtype and not wider:

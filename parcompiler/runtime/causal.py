@@ -119,11 +119,13 @@ class _Merged(torch.autograd.Function):
         of_queries = torch.zeros_like(query, dtype=wide)
         of_keys, of_values = torch.zeros_like(key), torch.zeros_like(value)
         chunks = [x.chunk(len(sums), -2) for x in (of_queries, gradients[0], query, result)]
-        for start, total, own, gradient, rows, y in zip(ctx.starts, sums, *chunks, strict=True):
+        for start, total, total_gradient, gradient, rows, y in zip(
+            ctx.starts, sums, *chunks, strict=True
+        ):
             for span, is_causal in _spans(start, rows.shape[-2], max(SPAN, rows.shape[-2])):
                 pair = key[..., span, :], value[..., span, :]
                 more = BACKWARD(gradient, rows, *pair, y, total, 0.0, is_causal, scale=ctx.scale)
-                own += more[0]
+                total_gradient += more[0]
                 of_keys[..., span, :] += more[1]
                 of_values[..., span, :] += more[2]
         return of_queries.to(query.dtype), of_keys, of_values, None, None

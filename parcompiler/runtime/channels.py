@@ -257,8 +257,8 @@ class Channels:
             numbers[:count], rows[:count] = gradient._indices()[0], gradient._values()
         every = [x.new_empty(len(ranks) * most, *x.shape[1:]) for x in (numbers, rows)]
         works = [
-            dist.all_gather_single(real(whole), real(own), group=group, async_op=True)
-            for whole, own in zip(every, (numbers, rows), strict=True)
+            dist.all_gather_single(real(whole), real(mine), group=group, async_op=True)
+            for whole, mine in zip(every, (numbers, rows), strict=True)
         ]
 
         def then() -> None:
@@ -269,14 +269,14 @@ class Channels:
 
         return Arrival(works, then)
 
-    def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start a reduce-scatter of segments [ranks, n] over `ranks`; each gets its `own` [n]."""
+    def scatter(self, segments: torch.Tensor, segment: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start a reduce-scatter of segments [ranks, n] over `ranks`, each into `segment` [n]."""
         group = self._shared[ranks]
         # Gloo's reduce-scatter is an all-reduce of a copy: twice the bytes.
         if self._by_gloo or self._cast is not None:
-            return scattered(real(segments), real(own), group, self._cast)
+            return scattered(real(segments), real(segment), group, self._cast)
         return dist.reduce_scatter_single(
-            real(own).view(-1), real(segments).view(-1), group=group, async_op=True
+            real(segment).view(-1), real(segments).view(-1), group=group, async_op=True
         )
 
     def gather(self, segments: torch.Tensor, ranks: tuple[int, ...]) -> list[Any]:
@@ -285,8 +285,10 @@ class Channels:
         group, rows = self._shared[ranks], dict(zip(ranks, real(segments), strict=True))
         if self._by_gloo:  # whose all-gather copies all that it gets
             return [dist.broadcast(row, rank, group, async_op=True) for rank, row in rows.items()]
-        own = rows[self._rank].reshape(-1)
-        return [dist.all_gather_single(real(segments).view(-1), own, group=group, async_op=True)]
+        segment = rows[self._rank].reshape(-1)
+        return [
+            dist.all_gather_single(real(segments).view(-1), segment, group=group, async_op=True)
+        ]
 
     def reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start summing a tensor over `ranks` in place on the first of them; on the others it is
@@ -351,16 +353,18 @@ class Channels:
     ) -> Iterator[tuple[Any, torch.Tensor]]:
         """On rank 0 the items of all ranks, rank by rank: a description (JSON-able) and a tensor,
         on the CPU. Nothing on other ranks. A collective of all ranks."""
-        own = [tensor.detach() for _, tensor in items]
+        tensors_here = [tensor.detach() for _, tensor in items]
         told = [[fact, [*t.shape], str(t.dtype).removeprefix("torch.")] for fact, t in items]
         described = self.gather_values(told)
-        for some in parcels([t.numel() * t.itemsize for t in own]) if self._rank else ():
-            row = packed([own[k].to(self.device) for k in some])
+        for some in parcels([t.numel() * t.itemsize for t in tensors_here]) if self._rank else ():
+            row = packed([tensors_here[k].to(self.device) for k in some])
             if row.numel():
                 self.send_now(row, 0)
         for source, rows in enumerate(() if self._rank else described):
             kinds = [(shape, getattr(torch, name)) for _, shape, name in rows]
-            tensors = self._parts(kinds, source) if source else (tensor.cpu() for tensor in own)
+            tensors = (
+                self._parts(kinds, source) if source else (tensor.cpu() for tensor in tensors_here)
+            )
             yield from zip((fact for fact, *_ in rows), tensors, strict=True)
 
     def _parts(

@@ -38,33 +38,33 @@ def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def scattered(
-    segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None,
+    segments: torch.Tensor, total: torch.Tensor, group: dist.ProcessGroup | None,
     dtype: torch.dtype | None = None,
 ) -> Arrival:  # fmt: skip
     """Start a reduce-scatter: segment r of the [ranks, n] of every rank goes to rank r, which adds
-    them up into `own`, in the order of the ranks, when it waits. With a `dtype` the segments and
+    them up into `total`, in the order of the ranks, when it waits. With a `dtype` the segments and
     their sum are rounded to that."""
     assert group is not None
     me, last = group.rank(), group.size() - 1
-    own, segments = own.view(-1), (segments if dtype is None else segments.to(dtype)).flatten(1)
+    total, segments = total.view(-1), (segments if dtype is None else segments.to(dtype)).flatten(1)
     sizes = [segments.shape[1]] * (last + 1)
-    given, mine = segments, list[torch.Tensor]()
+    sent, mine = segments, list[torch.Tensor]()
     if me in (0, last):  # the others' are contiguous, and its own is not sent
-        given = segments[1:] if me == 0 else segments[:last]
+        sent = segments[1:] if me == 0 else segments[:last]
         sizes[me], mine = 0, [segments[me]]
-    received = torch.empty_like(given)
+    received = torch.empty_like(sent)
     work = dist.all_to_all_single(
-        received.view(-1), given.reshape(-1), sizes, sizes, group, async_op=True
+        received.view(-1), sent.reshape(-1), sizes, sizes, group, async_op=True
     )
 
     def add_up() -> None:
         rows = [*received]
         rows[me:me] = mine
-        own.copy_(rows[0])
+        total.copy_(rows[0])
         for row in rows[1:]:
-            own.add_(row.to(own.dtype))
+            total.add_(row.to(total.dtype))
         if dtype is not None:
-            own.copy_(own.to(dtype))
+            total.copy_(total.to(dtype))
 
     return Arrival([work], add_up)
 
@@ -76,7 +76,7 @@ def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup | None, dtype: t
     segments = flat.new_zeros(size, -(-flat.numel() // size), dtype=dtype)
     whole = segments.view(-1)[: flat.numel()]
     whole.copy_(flat)
-    own = flat.new_empty(segments.shape[1])
-    scattered(segments, own, group, dtype).wait()
-    dist.all_gather_single(segments.view(-1), own.to(dtype), group)
+    segment = flat.new_empty(segments.shape[1])
+    scattered(segments, segment, group, dtype).wait()
+    dist.all_gather_single(segments.view(-1), segment.to(dtype), group)
     flat.copy_(whole)

@@ -83,6 +83,8 @@ class _Route:
         blocks = rows.split([n for counts in zip(*self._arrivals, strict=True) for n in counts])
         ranks = len(self._arrivals)
         sent = torch.cat([block for k in range(ranks) for block in blocks[k::ranks]])
-        own = self._axis.exchange(sent, self._received, self._sent)
-        missing = self._total - own.shape[0]
-        return F.pad(own, (0, 0) * (own.dim() - 1) + (0, missing)) if missing else own
+        returned = self._axis.exchange(sent, self._received, self._sent)
+        missing = self._total - returned.shape[0]
+        return (
+            F.pad(returned, (0, 0) * (returned.dim() - 1) + (0, missing)) if missing else returned
+        )

@@ -94,11 +94,11 @@ def document(path: Path) -> dict[str, Any]:
     cannot be read."""
     check_no_pipe(path)
     try:
-        found = json.loads(path.read_bytes()) if path.exists() else {}
+        content = json.loads(path.read_bytes()) if path.exists() else {}
     except (OSError, ValueError, RecursionError) as error:
         message = f"cannot read {path} ({error}): copy or export the folder again"
         raise InputError(message) from error
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def fingerprint(folder: Path) -> Fingerprint:

@@ -86,7 +86,8 @@ class Interpreter:
         self._versions = Versions() if program.asynchronous else None
         held = {j: [*stage.tensor_names().values()] for j, stage in stages.items()}
         self.parts = DataParts(program, self.tensors, channels, held) if program.sharing else None
-        self._whole = {j: {*own} for j, own in held.items() if program.sharing == 3}  # for each use
+        # for each use
+        self._whole = {j: {*names} for j, names in held.items() if program.sharing == 3}
         self._elsewhere = {*self.tensors}.difference(*held.values())  # tensors of no stage
         if 0 < program.sharing < 3:
             for stage in stages.values():
@@ -429,9 +430,9 @@ class Interpreter:
         names of the stage's tensors in no layer."""
         names = stage.tensor_names()
         for path in stage.scopes:
-            own = {names.pop(place) for place in [*names] if place.startswith(f"{path}.")}
+            awaited = {names.pop(place) for place in [*names] if place.startswith(f"{path}.")}
             layer = stage.get_submodule(path)
-            layer.register_forward_pre_hook(lambda *_, own=own: self._await(own))
+            layer.register_forward_pre_hook(lambda *_, awaited=awaited: self._await(awaited))
         return {*names.values()}
 
     def _reduce_gradients(self, state: StepState, instruction: Instruction) -> None:

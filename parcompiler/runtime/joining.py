@@ -100,34 +100,34 @@ def place() -> tuple[int, int] | None:
     return int(rank), int(size)
 
 
-def _of_srun(given: Mapping[str, str]) -> dict[str, str]:
+def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables for a task of several that srun has started; none for other processes,
     such as the script of a batch job.
 
     The ranks meet at the first node of the step, at a port derived from job and step.
     """
-    size, nodes = given.get("SLURM_STEP_NUM_TASKS", ""), given.get("SLURM_STEP_NODELIST", "")
+    size, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NODELIST", "")
     first = _FIRST_NODE.match(nodes)
-    if not size.isdecimal() or int(size) < 2 or first is None or "SLURM_PROCID" not in given:
+    if not size.isdecimal() or int(size) < 2 or first is None or "SLURM_PROCID" not in environ:
         return {}
-    numbers = [int(given.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    alone = "SLURM_GPUS_PER_TASK" in given  # a task sees its own devices, counted from 0
+    numbers = [int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    alone = "SLURM_GPUS_PER_TASK" in environ  # a task sees its own devices, counted from 0
     return {
-        "RANK": given["SLURM_PROCID"],
+        "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": size,
-        "LOCAL_RANK": "0" if alone else given.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": _tasks_here(given),
-        "MASTER_ADDR": given.get("MASTER_ADDR") or "".join(filter(None, first.groups())),
-        "MASTER_PORT": given.get("MASTER_PORT") or str(PORTS[sum(numbers) % len(PORTS)]),
+        "LOCAL_RANK": "0" if alone else environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": _tasks_here(environ),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or "".join(filter(None, first.groups())),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(PORTS[sum(numbers) % len(PORTS)]),
     }
 
 
-def _tasks_here(given: Mapping[str, str]) -> str:
+def _tasks_here(environ: Mapping[str, str]) -> str:
     """The number of tasks of a step on this node, out of a list for all nodes such as 8(x2),4."""
     tasks: list[str] = []
-    for count, nodes in _TASKS.findall(given.get("SLURM_STEP_TASKS_PER_NODE", "1")):
+    for count, nodes in _TASKS.findall(environ.get("SLURM_STEP_TASKS_PER_NODE", "1")):
         tasks += [count] * int(nodes or 1)
-    node = int(given.get("SLURM_NODEID", "0"))
+    node = int(environ.get("SLURM_NODEID", "0"))
     return tasks[node] if node < len(tasks) else "1"
 
 

@@ -100,14 +100,14 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 class Masters:
     """The masters of trained `parameters` (by name) of dtype `narrow`.
 
-    `own` overrides this: a parameter server has masters of all, ranks that it serves have none.
+    `masters` overrides this: a parameter server has masters of all, ranks that it serves have none.
     """
 
     def __init__(
         self,
         narrow: torch.dtype | None,
         parameters: Mapping[str, nn.Parameter],
-        own: bool | None = None,
+        masters: bool | None = None,
     ) -> None:
         self._parameters = parameters
         self.by_name = {
@@ -117,7 +117,8 @@ class Masters:
                 else parameter.detach().clone()
             )
             for name, parameter in parameters.items()
-            if parameter.requires_grad and (parameter.dtype == narrow if own is None else own)
+            if parameter.requires_grad
+            and (parameter.dtype == narrow if masters is None else masters)
         }
         self._written: dict[str, int] = {}
         self._note()

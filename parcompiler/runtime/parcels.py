@@ -20,13 +20,13 @@ MOST = 1 << 20  # bytes of tensors that travel together
 
 def parcels(sizes: Sequence[int]) -> list[range]:
     """Ranges of neighbouring tensors that travel together: at most `MOST` bytes, or one tensor."""
-    found, start, filled = [], 0, 0
+    parcels_so_far, start, filled = [], 0, 0
     for k, size in enumerate(sizes):
         if k > start and filled + size > MOST:
-            found.append(range(start, k))
+            parcels_so_far.append(range(start, k))
             start, filled = k, 0
         filled += size
-    return [*found, range(start, len(sizes))] if sizes else []
+    return [*parcels_so_far, range(start, len(sizes))] if sizes else []
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

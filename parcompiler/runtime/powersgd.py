@@ -79,9 +79,9 @@ class PowerSGD:
         # state would spoil all later steps.
         finite = {name: right.isfinite().all() for name, right in rights.items()}
         for name, matrix in matrices.items():
-            found = lefts[name] @ rights[name].T
-            gradients[name].copy_(found.view(gradients[name].shape))
-            matrix -= found.div_(len(ranks))
+            product = lefts[name] @ rights[name].T
+            gradients[name].copy_(product.view(gradients[name].shape))
+            matrix -= product.div_(len(ranks))
             error = self.errors[name]
             torch.where(finite[name], matrix, error, out=error)
             self.factors[name] = torch.where(finite[name], rights[name], self.factors[name])

@@ -56,12 +56,12 @@ class Predictions:
     def gather(self, kept: Kept, count: int) -> dict[str, torch.Tensor]:
         """The outputs of `count` micro-batches, [count, *shape] on the CPU, on the first rank of
         each data coordinate; nothing elsewhere. A collective."""
-        found = {}
+        outputs = {}
         for name, output in self._program.outputs.items():
             whole = self._moved(output, kept.get(output.value, {}), count)
             if whole is not None:
-                found[name] = whole.to("cpu", output.dtype)
-        return found
+                outputs[name] = whole.to("cpu", output.dtype)
+        return outputs
 
     def joined(
         self, parts: Sequence[Mapping[str, torch.Tensor]], samples: int

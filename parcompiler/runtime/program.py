@@ -285,8 +285,8 @@ def on_rank(
     def group(line: Instruction) -> tuple[int, ...]:
         if updates.separate and line.kind is Kind.REDUCE_GRADIENTS:
             return tuple(grid.rank(p, at.data, at.tensor) for p in line.ranks)
-        own = at.data % grid.expert if is_of_experts(line) else None
-        return grid.replicas(line.ranks, at.tensor, own)
+        experts = at.data % grid.expert if is_of_experts(line) else None
+        return grid.replicas(line.ranks, at.tensor, experts)
 
     return tuple(
         replace(

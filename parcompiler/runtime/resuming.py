@@ -120,8 +120,8 @@ class Run:
         source = self._options.resume
         if source == AUTO:
             folder = self._options.save
-            there = self._worker.rank == 0 and begun(folder)
-            source = folder if self._worker.any_rank(there) else None
+            exists = self._worker.rank == 0 and begun(folder)
+            source = folder if self._worker.any_rank(exists) else None
         if source is not None:
             step = self._worker.load(source)
             self._saved = step

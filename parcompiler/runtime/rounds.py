@@ -95,10 +95,10 @@ class Rounds:
 
     def _means(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Means over the data ranks of weights, or of their differences from the anchors."""
-        own = [self._weights[n].detach() for n in names]
+        tensors = [self._weights[n].detach() for n in names]
         if self._outer is not None:
-            own = [self.anchors[n] - weight for n, weight in zip(names, own, strict=True)]
-        bucket = flattened(own)
+            tensors = [self.anchors[n] - weight for n, weight in zip(names, tensors, strict=True)]
+        bucket = flattened(tensors)
         self._channels.sum_in_order(bucket, self._ranks)
         bucket /= self._program.data
-        return zip(names, unflattened(bucket, own), strict=True)
+        return zip(names, unflattened(bucket, tensors), strict=True)

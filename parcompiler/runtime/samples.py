@@ -55,8 +55,8 @@ class Samples(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The indices of each step's batch on this data rank."""
-        for own in positions(self._worker):
-            yield [self._index(position) for position in own]
+        for places in positions(self._worker):
+            yield [self._index(position) for position in places]
 
     def _index(self, position: int) -> int:
         """The index in the dataset of the sample at a position of the stream."""

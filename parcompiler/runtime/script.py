@@ -36,10 +36,10 @@ def worker_of(script: Path) -> Callable[..., Worker]:
     """The function `worker` of a rank's script, which is loaded when the function is called: `run`
     says what is wrong with it. Raises InputError then for a script that cannot be loaded."""
 
-    def make(*given: Any, **options: Any) -> Worker:
+    def make(*arguments: Any, **options: Any) -> Worker:
         with loading(script):
             worker = runpy.run_path(str(script))["worker"]
-        made: Worker = worker(*given, **options)
+        made: Worker = worker(*arguments, **options)
         return made
 
     return make
@@ -149,9 +149,9 @@ def _batches(worker: Worker, data: Path | None) -> Iterator[object]:
         yield from _from_file(worker, data)
     program, generator = worker.program, torch.Generator()
     inputs = program.inputs.values()
-    for own in positions(worker):
+    for places in positions(worker):
         samples = []
-        for number in own:
+        for number in places:
             generator.manual_seed(mixed(worker.seed, number))
             samples.append([_random_sample(program, spec, generator) for spec in inputs])
         columns = zip(inputs, zip(*samples, strict=True), strict=True)
@@ -193,8 +193,8 @@ def _from_file(worker: Worker, path: Path) -> Iterator[object]:
         message = f"the tensors in {path} must have the same number of samples ({listed})"
         raise InputError(message)
     count = min(counts.values(), default=most)
-    for own in Samples(count, worker, shuffle=False):
-        first = torch.tensor(own)[:, None]
+    for numbers in Samples(count, worker, shuffle=False):
+        first = torch.tensor(numbers)[:, None]
         batch = {spec.key: tensors[spec.key] for spec in program.inputs.values()}
         for key, number in rows.items():
             batch[key] = batch[key][(first * number + torch.arange(number)).flatten()]

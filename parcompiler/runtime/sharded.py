@@ -163,12 +163,12 @@ def cross_entropy_of_rows(
     group, shard = current(axis), Shard(0, sizes or (target.shape[0],), zigzag)
     counts = target != ignore_index
     each = counts if weight is None else weight[target.where(counts, 0)].masked_fill(~counts, 0)
-    own = group.own(target, shard)
+    classes_here = group.own(target, shard)
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if classes is None:
-        total = F.cross_entropy(logits, own, weight, reduction="sum", **options)
+        total = F.cross_entropy(logits, classes_here, weight, reduction="sum", **options)
     else:
-        total = cross_entropy(logits, own, classes, reduction="sum", **options)
+        total = cross_entropy(logits, classes_here, classes, reduction="sum", **options)
     return total / each.sum()
 
 

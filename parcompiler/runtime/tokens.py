@@ -113,8 +113,8 @@ class TokenRows(Dataset[dict[str, torch.Tensor]]):
         starts = [self._rows[number] * self.length for number in numbers]
         rows = torch.stack([self._tokens[s : s + self.length + self._shift] for s in starts]).long()
         tokens, labels = self._keys
-        found = {tokens: rows[:, : self.length].contiguous()}
-        return found | ({labels: rows[:, self._shift :].contiguous()} if labels else {})
+        batch = {tokens: rows[:, : self.length].contiguous()}
+        return batch | ({labels: rows[:, self._shift :].contiguous()} if labels else {})
 
 
 def described(path: Path) -> Mapping[str, Any]:

@@ -166,9 +166,9 @@ class Training:
         self._worker, self._options, self._checkpoints = worker, options, checkpoints
         self._profiled = profiled(options.profile, options.steps)
         self._optimizer = optimizer_of(worker, options)
-        given = [name for name in ("lr", "weight_decay") if getattr(options, name) is not None]
+        asked = [name for name in ("lr", "weight_decay") if getattr(options, name) is not None]
         groups = self._optimizer.param_groups
-        self._given = [{name: group[name] for name in given} for group in groups]
+        self._given = [{name: group[name] for name in asked} for group in groups]
         self._metrics: Metrics | None = None
         if options.log_every is not None:
             self._metrics = Metrics(
@@ -230,10 +230,10 @@ class Training:
         worker, program = self._worker, self._worker.program
         each = program.samples * program.grid.batches
         count = min(program.microbatches, len(held) // each)
-        own, losses = count * program.samples, []
+        samples, losses = count * program.samples, []
         for k in range(min(self._options.evaluate_steps or EVALUATED, len(held) // (count * each))):
-            start = (k * program.grid.batches + worker.data_rank) * own
-            batch = program.in_form(held.batch(range(start, start + own)))
+            start = (k * program.grid.batches + worker.data_rank) * samples
+            batch = program.in_form(held.batch(range(start, start + samples)))
             losses.append(worker.evaluate(batch))
         loss = float(torch.stack(losses).mean())
         if self._metrics is not None:
@@ -301,11 +301,11 @@ def profiled(text: str | None, steps: int) -> range:
     if not first.isdecimal() or (dash and not last.isdecimal()):
         message = f"--profile takes steps, such as 10-12 ({text!r} given)"
         raise InputError(message)
-    found = range(int(first), int(last or first) + 1)
-    if not found or found[-1] >= steps:
+    numbers = range(int(first), int(last or first) + 1)
+    if not numbers or numbers[-1] >= steps:
         message = (
             f"--profile takes steps from 0 to {steps - 1}, the first before the last "
             f"({text!r} given)"
         )
         raise InputError(message)
-    return found
+    return numbers

@@ -139,12 +139,12 @@ class Updates:
             raise InputError(message)
         if not elementwise:
             self._check_coupling(kind, options)
-        own = Groups(groups, self.trained(), gather)
+        groups_here = Groups(groups, self.trained(), gather)
         if self._parts is not None and not self._parts.suits(elementwise=elementwise):
             self._turn(self._parts)
 
         def make() -> torch.optim.Optimizer:
-            optimizer = kind(own.made(self.weights()), **options)
+            optimizer = kind(groups_here.made(self.weights()), **options)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 message = f"an optimizer is needed: {kind!r} makes {shown(optimizer)}"
                 raise InputError(message)
@@ -240,8 +240,8 @@ class Updates:
     def weights(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizer changes, by name: masters where there are some."""
         masters = self.masters.by_name
-        own = {name: masters.get(name, p) for name, p in self.updated.items()}
-        return {name: weight for name, weight in own.items() if weight.requires_grad}
+        updated = {name: masters.get(name, p) for name, p in self.updated.items()}
+        return {name: weight for name, weight in updated.items() if weight.requires_grad}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of `updated`, by name: unscaled, dense, and in float32 in a 16-bit
@@ -363,8 +363,8 @@ class Updates:
                 del self.updated[name]
             self.updated |= self._parts.parts
         served = self._program.updates.way == "asynchronous"
-        own = self._program.coordinate.data == 0 if served else None
-        self.masters = Masters(self._program.narrow, self.updated, own)
+        serves = self._program.coordinate.data == 0 if served else None
+        self.masters = Masters(self._program.narrow, self.updated, serves)
 
     def _free(self) -> None:
         """Free all gradients."""

@@ -295,8 +295,8 @@ class Worker:
                 made = metrics(self._predictions.joined([outputs], count), batch)
                 numbers = {str(name): float(value) for name, value in made.items()}
             told = self._channels.gather_values(numbers)
-        found = [numbers for numbers in told if numbers]
-        means = {n: sum(each[n] for each in found) / len(found) for n in (found or [{}])[0]}
+        rows = [numbers for numbers in told if numbers]
+        means = {n: sum(row[n] for row in rows) / len(rows) for n in (rows or [{}])[0]}
         return {"loss": loss.item(), **means}
 
     def predict(self, batch: object) -> dict[str, torch.Tensor] | None:
@@ -353,7 +353,7 @@ class Worker:
         for rank, (_, _, text) in enumerate(said):
             if text:
                 raise InputError(text if rank == program.rank else f"rank {rank}: {text}")
-        if text := difference_of_batches(program, [own for _, own, _ in said]):
+        if text := difference_of_batches(program, [local for _, local, _ in said]):
             raise InputError(text)
         return leaves, [said[rank][0] for rank in program.grid.leaders]
 
@@ -361,11 +361,11 @@ class Worker:
         self, parts: Sequence[Mapping[str, torch.Tensor]], counts: Sequence[int]
     ) -> dict[str, torch.Tensor] | None:
         """The outputs of all data coordinates on rank 0."""
-        own: Mapping[str, torch.Tensor] = {}
+        outputs: Mapping[str, torch.Tensor] = {}
         if self.rank in self.program.grid.leaders:
-            own = self._predictions.joined(parts, counts[self.data_rank])
+            outputs = self._predictions.joined(parts, counts[self.data_rank])
         joined: dict[str, list[torch.Tensor]] = {}
-        for name, tensor in self._channels.collect([*own.items()]):
+        for name, tensor in self._channels.collect([*outputs.items()]):
             joined.setdefault(name, []).append(tensor)
         return None if self.rank else {name: torch.cat(each) for name, each in joined.items()}
 
@@ -503,9 +503,9 @@ class Worker:
         pieces = () if parts is None else parts.in_pieces
         self._hand_out()
         for name, tensor in self._interpreter.tensors.items():
-            own = parts.parts.get(name) if parts is not None and name in pieces else tensor
-            if isinstance(own, nn.Parameter):
-                yield name, own
+            part = parts.parts.get(name) if parts is not None and name in pieces else tensor
+            if isinstance(part, nn.Parameter):
+                yield name, part
 
     def load_state_dict(
         self, state: Mapping[str, torch.Tensor], strict: bool = True
@@ -830,12 +830,12 @@ class Worker:
         if self._count_targets is None:
             return 1.0
         names = inspect.signature(self._count_targets).parameters
-        own = sum(
+        count = sum(
             int(self._count_targets(**{name: each[name] for name in names})) for each in batches
         )
-        total = own
+        total = count
         if self.data_ranks > 1:
-            counts = self._channels.gather_numbers(own)
+            counts = self._channels.gather_numbers(count)
             total = sum(counts[rank][0] for rank in self.program.grid.leaders)
         return len(batches) * self.data_ranks / max(1, total)
 
@@ -866,8 +866,10 @@ class Worker:
         if tells:
             digest = digest_of_batch(batches) if compares else 0
             options = self._updates.options() if compares and training else {}
-            own = combined(options.items())
-            calls = self._gather_calls(WorkerCall(training, every, len(batches), digest, own))
+            combination = combined(options.items())
+            calls = self._gather_calls(
+                WorkerCall(training, every, len(batches), digest, combination)
+            )
             text = difference_of_calls(self.program, calls)
             if not text:
                 digests = [call.options for call in calls]

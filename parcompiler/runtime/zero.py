@@ -114,14 +114,14 @@ class DataParts:
         self._stages: dict[int, list[str]] = {}
         if self.level == 3:
             for j, names in held.items():
-                own = [
+                of_stage = [
                     name
                     for name in dict.fromkeys(names)
                     if isinstance(tensors[name], nn.Parameter)
                     and len(self._sharers(name).ranks) > 1
                 ]
-                self._stages[j] = own
-                shared |= dict.fromkeys(own)
+                self._stages[j] = of_stage
+                shared |= dict.fromkeys(of_stage)
         self.parameters = {
             name: parameter
             for name in shared
@@ -129,7 +129,7 @@ class DataParts:
         }
         bucketed = {name for names in buckets.values() for name in names}
         self._buckets = [*buckets.values(), *((n,) for n in shared if n not in bucketed)]
-        self.in_pieces = frozenset(name for own in self._stages.values() for name in own)
+        self.in_pieces = frozenset(name for of_stage in self._stages.values() for name in of_stage)
         self._nbytes = {n: self.parameters[n].untyped_storage().nbytes() for n in self.in_pieces}
         self._users: Counter[str] = Counter()  # stages that need a parameter whole now
         self._arriving: list[tuple[set[str], Arrival]] = []
@@ -236,7 +236,7 @@ class DataParts:
     def scatter(self, names: Sequence[str]) -> Arrival:
         """Start summing the gradients of a bucket over the data ranks, and take them from the
         parameters; `wait` adds the sums to the gradients of parts."""
-        found = [name for name in names if self.parameters[name].grad is not None]
+        having = [name for name in names if self.parameters[name].grad is not None]
         ranks, index = self._sharers(names[0])
         dtype = self.parameters[names[0]].dtype
         dtype = torch.float32 if dtype == self._narrow else dtype
@@ -247,7 +247,7 @@ class DataParts:
                 else functools.partial(self._channels.sum, in_order=self.level == 3)
             )
             bucket, views = flat([self.parameters[n] for n in names], dtype)
-            mine = {n: view for n, view in zip(names, views, strict=True) if n in found}
+            mine = {n: view for n, view in zip(names, views, strict=True) if n in having}
             for name in names:
                 self.parameters[name].grad = None
             return Arrival([add_up(bucket, ranks)], lambda: self._add(mine))
@@ -264,14 +264,14 @@ class DataParts:
                 targets.append(_view(segments, place, rows[-1]))
         if targets:
             torch._foreach_copy_(targets, rows)
-        own = segments.new_empty(1, segments.shape[1])
-        work = self._channels.scatter(segments, own, ranks)
+        segment = segments.new_empty(1, segments.shape[1])
+        work = self._channels.scatter(segments, segment, ranks)
         sums = {
-            place.name: _view(own, place._replace(data=0), self.parts[place.name])
+            place.name: _view(segment, place._replace(data=0), self.parts[place.name])
             for place in places
-            if place.data == index and place.name in {*found}
+            if place.data == index and place.name in {*having}
         }
-        empty = (n for n in found if not self.parameters[n].numel())
+        empty = (n for n in having if not self.parameters[n].numel())
         sums |= {name: torch.empty_like(self.parts[name]) for name in empty}
         for name in names:
             self.parameters[name].grad = None
@@ -309,14 +309,14 @@ class DataParts:
     def joined(self, rows: Tensors, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """Whole tensors shaped like parameters, gathered from each data rank's `rows`, in these
         dtypes. A collective of the data ranks."""
-        found: dict[str, torch.Tensor] = {}
+        joined: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
             names = [name for name in bucket if name in dtypes]
             whole = {n: torch.empty_like(self.parameters[n], dtype=dtypes[n]) for n in names}
             if names:
                 self._exchange(names, rows, whole).wait()
-            found |= whole
-        return found
+            joined |= whole
+        return joined
 
     @torch.no_grad()
     def _exchange(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
@@ -331,8 +331,8 @@ class DataParts:
         if views and views[0].data_ptr() != rows[mine[0].name].data_ptr():
             torch._foreach_copy_(views, [rows[place.name] for place in mine])
         works = self._channels.gather(segments, ranks)
-        own = memory and segments.data_ptr() == memory[0].data_ptr()
-        nbytes = 0 if own else segments.nbytes
+        in_place = memory and segments.data_ptr() == memory[0].data_ptr()
+        nbytes = 0 if in_place else segments.nbytes
         return Arrival(works, lambda: self._copy_rows(segments, places, into), nbytes)
 
     def _give(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
@@ -343,10 +343,10 @@ class DataParts:
             home = next((k for k, span in enumerate(self._spans[name]) if span.size), 0)
             homes.setdefault(home, []).append(name)
         works, buffers, nbytes = [], dict[str, torch.Tensor](), 0
-        for home, own in homes.items():
-            sizes = [into[name].numel() for name in own]
+        for home, members in homes.items():
+            sizes = [into[name].numel() for name in members]
             bucket = into[names[0]].new_empty(sum(sizes))
-            for name, part in zip(own, bucket.split(sizes), strict=True):
+            for name, part in zip(members, bucket.split(sizes), strict=True):
                 buffer = part.view(into[name].shape)
                 if home == index:
                     buffer.copy_(rows[name].reshape(buffer.shape))
@@ -366,11 +366,11 @@ class DataParts:
         wholes = {name: self._with_memory(name, into) for name in {place.name for place in places}}
         if any(segments.data_ptr() == whole.data_ptr() for whole in wholes.values()):
             return  # the bucket is the memory of the only tensor
-        here = into is self.parameters  # own rows are in place, unless it was in pieces
+        in_place = into is self.parameters  # own rows are in place, unless it was in pieces
         others = [
             place
             for place in places
-            if not here
+            if not in_place
             or place.data != self._sharers(place.name).place
             or place.name in self.in_pieces
         ]
@@ -414,11 +414,11 @@ class DataParts:
         self._row_sizes: dict[str, int] = {}  # elements
         for sharers in {self._every, self._alike}:
             count = len(sharers.ranks)
-            own = {n: p for n, p in self.parameters.items() if self._sharers(n) == sharers}
-            sizes = {name: parameter.numel() for name, parameter in own.items()}
-            ties = {n: k % count for k, n in enumerate(sorted(self._ties)) if n in own}
+            parameters = {n: p for n, p in self.parameters.items() if self._sharers(n) == sharers}
+            sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+            ties = {n: k % count for k, n in enumerate(sorted(self._ties)) if n in parameters}
             homes = dealt(sizes, 1 if self._served else count, {} if self._served else ties)
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 size = parameter.shape[0] if parameter.dim() else 1
                 self._row_sizes[name] = parameter.numel() // max(1, size)
                 self._spans[name] = [

@@ -72,9 +72,9 @@ def _check(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Non
         message = f"unknown schedule {name!r} (known: {', '.join(SCHEDULES)})"
         raise InputError(message)
     counts = {"ranks": ranks, "micro-batches": microbatches, "virtual stages": virtual_stages}
-    for what, count in counts.items():
+    for noun, count in counts.items():
         if count < 1:
-            message = f"a schedule needs at least one of {what} ({count} given)"
+            message = f"a schedule needs at least one of {noun} ({count} given)"
             raise InputError(message)
     wanted = _wanted(name, virtual_stages)
     if wanted is not None:

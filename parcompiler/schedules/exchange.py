@@ -79,12 +79,12 @@ def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]
     if not rows:
         message = "a schedule has a row for each rank (0 found)"
         raise InputError(message)
-    found, shared = _cells_of(rows)
-    placement = _placement(found, len(rows))
-    _check_complete(found, len(placement))
-    _check_order(found)
-    _check_head(shared, 1 + max(action.microbatch for action in found))
-    return placement, _orders(found, shared)
+    cells, shared = _cells_of(rows)
+    placement = _placement(cells, len(rows))
+    _check_complete(cells, len(placement))
+    _check_order(cells)
+    _check_head(shared, 1 + max(action.microbatch for action in cells))
+    return placement, _orders(cells, shared)
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -110,11 +110,11 @@ def _cells_of(
             if cell:
                 place = CsvCell(row, column)
                 action = _parse(cell, place)
-                found = shared[row - 1] if action.kind in HEAD else stages
-                if action in found:
-                    message = f"{cell} stands twice ({found[action]} and {place})"
+                known = shared[row - 1] if action.kind in HEAD else stages
+                if action in known:
+                    message = f"{cell} stands twice ({known[action]} and {place})"
                     raise InputError(message)
-                found[action] = place
+                known[action] = place
     return stages, shared
 
 
@@ -135,10 +135,10 @@ def _parse(cell: str, place: CsvCell) -> Action:
     return Action(kind, NOWHERE if stage is None else int(stage), int(microbatch))
 
 
-def _placement(found: CellOf, num_rows: int) -> tuple[int, ...]:
+def _placement(cells: CellOf, num_rows: int) -> tuple[int, ...]:
     """The rank of every stage. Stages are 0, 1, ...; every rank has one, each stage one rank."""
     first: dict[int, tuple[Action, CsvCell]] = {}
-    for action, place in found.items():
+    for action, place in cells.items():
         other, before = first.setdefault(action.stage, (action, place))
         if before.row != place.row:
             message = (
@@ -150,33 +150,33 @@ def _placement(found: CellOf, num_rows: int) -> tuple[int, ...]:
         if j != stage:
             message = f"stage {j} is missing ({first[stage][0].cell} in {first[stage][1]})"
             raise InputError(message)
-    for row in sorted(set(range(1, num_rows + 1)) - {place.row for place in found.values()}):
+    for row in sorted(set(range(1, num_rows + 1)) - {place.row for place in cells.values()}):
         message = f"row {row} is empty: rank {row - 1} has no stage"
         raise InputError(message)
     return tuple(first[j][1].row - 1 for j in range(len(first)))
 
 
-def _check_complete(found: CellOf, num_stages: int) -> None:
+def _check_complete(cells: CellOf, num_stages: int) -> None:
     """Raise InputError unless all stages have forward and backward of micro-batches 0, 1, ...
 
     A backward is whole or in two parts.
     """
-    seen = {action.microbatch for action in found}
+    seen = {action.microbatch for action in cells}
     for j in range(num_stages):
         for i in range(len(seen)):
-            missing = _missing(found, j, i)
+            missing = _missing(cells, j, i)
             if missing is not None:
-                largest = max(found, key=lambda action: action.microbatch)
+                largest = max(cells, key=lambda action: action.microbatch)
                 message = (
                     f"{missing.cell} is missing: every stage computes every micro-batch, from 0 "
-                    f"to {largest.microbatch} ({largest.cell} in {found[largest]})"
+                    f"to {largest.microbatch} ({largest.cell} in {cells[largest]})"
                 )
                 raise InputError(message)
-            if backward(j, i) in found and _parts(j, i) & found.keys():
-                part = min(_parts(j, i) & found.keys(), key=lambda action: found[action])
+            if backward(j, i) in cells and _parts(j, i) & cells.keys():
+                part = min(_parts(j, i) & cells.keys(), key=lambda action: cells[action])
                 message = (
                     f"stage {j} has two backwards of micro-batch {i} ({backward(j, i).cell} in "
-                    f"{found[backward(j, i)]}, {part.cell} in {found[part]}): a backward is B, "
+                    f"{cells[backward(j, i)]}, {part.cell} in {cells[part]}): a backward is B, "
                     "or I and W"
                 )
                 raise InputError(message)
@@ -187,24 +187,24 @@ def _parts(stage: int, microbatch: int) -> set[Action]:
     return {backward_input(stage, microbatch), backward_weight(stage, microbatch)}
 
 
-def _missing(found: CellOf, stage: int, microbatch: int) -> Action | None:
+def _missing(cells: CellOf, stage: int, microbatch: int) -> Action | None:
     """An action that a stage lacks for a micro-batch."""
-    if forward(stage, microbatch) not in found:
+    if forward(stage, microbatch) not in cells:
         return forward(stage, microbatch)
-    if backward(stage, microbatch) in found:
+    if backward(stage, microbatch) in cells:
         return None
-    parts = sorted(_parts(stage, microbatch) - found.keys())
+    parts = sorted(_parts(stage, microbatch) - cells.keys())
     return backward(stage, microbatch) if len(parts) == 2 else parts[0] if parts else None
 
 
-def _check_order(found: CellOf) -> None:
+def _check_order(cells: CellOf) -> None:
     """Raise InputError unless forwards stand before backwards, and I before W."""
-    for action, place in found.items():
+    for action, place in cells.items():
         for earlier in _before(action):
-            if found[earlier] > place:
+            if cells[earlier] > place:
                 message = (
                     f"{action.cell} in {place} stands before {earlier.cell} in column "
-                    f"{found[earlier].column}, which it needs: swap them"
+                    f"{cells[earlier].column}, which it needs: swap them"
                 )
                 raise InputError(message)
 
@@ -218,10 +218,10 @@ def _before(action: Action) -> Iterator[Action]:
         yield forward(j, i)
 
 
-def _orders(found: CellOf, shared: Sequence[CellOf]) -> Orders:
+def _orders(cells: CellOf, shared: Sequence[CellOf]) -> Orders:
     """The actions of each row."""
-    orders = [list(own.items()) for own in shared]
-    for action, place in found.items():
+    orders = [list(column.items()) for column in shared]
+    for action, place in cells.items():
         orders[place.row - 1].append((action, place))
     return tuple(
         tuple(action for action, _ in sorted(order, key=itemgetter(1))) for order in orders
@@ -240,8 +240,8 @@ def _check_head(rows: Sequence[Iterable[Action]], microbatches: int) -> None:
     parcompiler.errors.InputError: rows 1 and 2 differ in S, N and T: ...
     """
     first, *others = map(list, rows)
-    for row, own in enumerate(others, 2):
-        if own != first:
+    for row, passes in enumerate(others, 2):
+        if passes != first:
             message = f"rows 1 and {row} differ in S, N and T: all ranks have them in one order"
             raise InputError(message)
     if not first:
@@ -254,9 +254,9 @@ def _check_head(rows: Sequence[Iterable[Action]], microbatches: int) -> None:
         if missing:
             message = f"{missing[0]} is missing: every rank does its part of every micro-batch"
             raise InputError(message)
-        found = sorted(wanted, key=first.index)
-        if found != wanted:
-            names = " ".join(action.cell for action in found)
+        order = sorted(wanted, key=first.index)
+        if order != wanted:
+            names = " ".join(action.cell for action in order)
             message = f"{names} stand in this order, and each needs the one before it in S, N, T"
             raise InputError(message)
     for action in first:

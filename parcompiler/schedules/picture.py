@@ -23,9 +23,9 @@ def picture(placement: Sequence[int], orders: Orders) -> str:
     labels = [[a.cell if several else str(a) for a in order] for order in orders]
     spans = _spans(len(placement), orders)
     if spans is None:
-        lines = [" ".join(own) for own in labels]
+        lines = [" ".join(row) for row in labels]
     else:
-        width = 1 + max(len(label) for own in labels for label in own)
+        width = 1 + max(len(label) for row in labels for label in row)
         lines = ["".join(_line(*pair, width)) for pair in zip(spans, labels, strict=True)]
     names = [f"rank {rank}" for rank in range(len(orders))]
     widest = max(map(len, names))
@@ -51,19 +51,19 @@ def _spans(stages: int, orders: Orders) -> list[Spans] | None:
     going = True
     while going:
         going = False
-        for own, order in zip(spans, orders, strict=True):
-            while len(own) < len(order):
-                action = order[len(own)]
+        for row, order in zip(spans, orders, strict=True):
+            while len(row) < len(order):
+                action = order[len(row)]
                 needs = [*_needs(action, stages - 1), *_barriers(action, stages - 1, head)]
                 if any(len(ended[key]) < _ranks(key, len(orders)) for key in needs):
                     break
-                begin = max([own[-1][1] if own else 0, *(max(ended[key]) for key in needs)])
+                begin = max([row[-1][1] if row else 0, *(max(ended[key]) for key in needs)])
                 end = begin + COLUMNS.get(action.kind, 1)
-                own.append((begin, end, action))
+                row.append((begin, end, action))
                 kind = Kind.BACKWARD if action.kind in BACKWARDS else action.kind
                 ended[kind, action.stage, action.microbatch].append(end)
                 going = True
-    done = all(len(own) == len(order) for own, order in zip(spans, orders, strict=True))
+    done = all(len(row) == len(order) for row, order in zip(spans, orders, strict=True))
     return spans if done else None
 
 

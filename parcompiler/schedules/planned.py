@@ -119,10 +119,10 @@ def _left(*known: *Identity) -> int:
 
 def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:
     """Raise PlanError unless a schedule has this many ranks and micro-batches."""
-    found = schedule.ranks, schedule.microbatches
-    if found != (ranks, microbatches):
+    size = schedule.ranks, schedule.microbatches
+    if size != (ranks, microbatches):
         message = (
-            f"the schedule {schedule.name!r} is for {found[0]} ranks and {found[1]} micro-batches, "
+            f"the schedule {schedule.name!r} is for {size[0]} ranks and {size[1]} micro-batches, "
             f"the plan has pipeline={ranks} and microbatches={microbatches}"
         )
         raise PlanError(message)

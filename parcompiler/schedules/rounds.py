@@ -46,7 +46,7 @@ def loops_of(orders: Sequence[Sequence[int]], m: int, period: int) -> list[RankL
 
 def loops_of_actions(orders: Sequence[Sequence[Action]]) -> list[RankLoop] | None:
     """The loop of each rank; None if one has none."""
-    m = 1 + max((action.microbatch for own in orders for action in own), default=-1)
+    m = 1 + max((action.microbatch for order in orders for action in order), default=-1)
     rows: dict[tuple[Kind, int], int] = {}
     codes = [[rows.setdefault((kind, j), len(rows)) * m + i for kind, j, i in o] for o in orders]
     return loops_of(codes, m, len(orders))
@@ -64,7 +64,7 @@ def rounds_to_spare(ranks: int, microbatches: int) -> int:
 
 def shortened(orders: Sequence[Sequence[Action]]) -> tuple[Sequence[Sequence[Action]], int]:
     """The orders without the rounds that they can spare, and the number of these rounds."""
-    m = 1 + max((action.microbatch for own in orders for action in own), default=-1)
+    m = 1 + max((action.microbatch for row in orders for action in row), default=-1)
     rounds = rounds_to_spare(len(orders), m)
     loops = loops_of_actions(orders) if rounds else None
     if loops is None:
@@ -86,14 +86,14 @@ def lengthened(
     loops = loops_of_actions(orders)
     if loops is None:
         return None
-    end = min(own[loop.end - 1] for own, loop in zip(moments, loops, strict=True))
+    end = min(times[loop.end - 1] for times, loop in zip(moments, loops, strict=True))
     shifts = set[int]()
-    for own, (begin, _, length) in zip(moments, loops, strict=True):
-        last = bisect_left(own, end)
+    for times, (begin, _, length) in zip(moments, loops, strict=True):
+        last = bisect_left(times, end)
         first = last - 2 * length
         if first - length < begin:
             return None
-        shifts.update(map(sub, own[first:last], own[first - length : last - length]))
+        shifts.update(map(sub, times[first:last], times[first - length : last - length]))
     if len(shifts) > 1:
         return None
     q, longer = len(orders), list[list[Action]]()

@@ -88,13 +88,13 @@ class Schedule:
         ((3, 2), (4, 1))
         """
         stages = [j for j, at in enumerate(self.placement) if at == rank]
-        counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
+        counts, vectors = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
         for action in self.orders[rank]:
             if action.kind in ACTIVATIONS:
                 counts[action.stage] += ACTIVATIONS[action.kind]
             if action.kind is Kind.FORWARD:
-                found.add(tuple(counts.values()))
-        return tuple(sorted(_largest(found), key=lambda counts: (-counts[-1], counts)))
+                vectors.add(tuple(counts.values()))
+        return tuple(sorted(_largest(vectors), key=lambda counts: (-counts[-1], counts)))
 
     def cells(self) -> tuple[str, ...]:
         """One line per rank, as `parse` reads it.
@@ -132,13 +132,13 @@ class Schedule:
 
 def _largest(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The vectors that no other dominates (is at least as large in every place)."""
-    found: list[tuple[int, ...]] = []
+    largest: list[tuple[int, ...]] = []
     for one in sorted(vectors, reverse=True):  # larger ones come first
-        if not any(all(map(le, one, other)) for other in found):
-            while len(one) == 2 and len(found) > 1 and _is_mixture(found[-2], found[-1], one):
-                found.pop()
-            found.append(one)
-    return found
+        if not any(all(map(le, one, other)) for other in largest):
+            while len(one) == 2 and len(largest) > 1 and _is_mixture(largest[-2], largest[-1], one):
+                largest.pop()
+            largest.append(one)
+    return largest
 
 
 def _is_mixture(one: tuple[int, ...], middle: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -69,8 +69,8 @@ def _by_slot(slots: Callable[[int, int], Slots], ranks: int, microbatches: int) 
 def _head(slots: Slots, stages: tuple[int, int], microbatches: int) -> Iterator[Action]:
     """The order of a rank up to its last forward: by slots, with weight backwards in free ones."""
     first, second = stages
-    what = (FORWARD, first), (FORWARD, second), (INPUT, second), (INPUT, first)
-    steps = zip(slots, what, strict=True)
+    kinds = (FORWARD, first), (FORWARD, second), (INPUT, second), (INPUT, first)
+    steps = zip(slots, kinds, strict=True)
     taken = {slot % PERIOD: (slot, kind, stage) for slot, (kind, stage) in steps}
     assert len(taken) == len(slots), f"steps meet modulo {PERIOD}: {slots}"
     never = PERIOD * microbatches + max(slots), FORWARD, first  # stands in free slots

@@ -101,12 +101,12 @@ def delay(order: Sequence[Action], more: int) -> Iterator[Action]:
     'F0 F1 B0 F2 B1 F3 B2 B3'
     """
     forwards = [action for action in order if action.kind is Kind.FORWARD]
-    before = given = 0
+    before = sent = 0
     for action in order:
         if action.kind is Kind.FORWARD:
             before += 1
             continue
-        yield from forwards[given : before + more]
-        given = max(given, min(before + more, len(forwards)))
+        yield from forwards[sent : before + more]
+        sent = max(sent, min(before + more, len(forwards)))
         yield action
-    yield from forwards[given:]
+    yield from forwards[sent:]

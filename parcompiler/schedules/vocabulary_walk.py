@@ -39,13 +39,13 @@ def slots(method: str, microbatches: int, *, together: bool = False) -> list[Slo
     ['S0', 'T0 S1', 'T1']
     """
     parts = _SLOTS["interlaced" if together and method == "naive" else method]
-    found = (
+    rounds = (
         tuple(
             Action(kind, NOWHERE, x - late) for kind, late in parts if 0 <= x - late < microbatches
         )
         for x in range(microbatches + max(late for _, late in parts))
     )
-    return [slot for slot in found if slot]
+    return [slot for slot in rounds if slot]
 
 
 def barrier(method: str, kind: Kind) -> Kind:
@@ -111,15 +111,15 @@ class SlotWalk:
 
     def _choose(self, rank: int) -> Action | None:
         """The next action of a free rank; None when it must wait."""
-        k, own = self.issued[rank], self.left[rank]
+        k, left = self.issued[rank], self.left[rank]
         slot = self.slots[k] if k < len(self.slots) else ()
         due = bool(slot) and self._ready(slot[0])
         if due and (k < self.leader or self._at_once(slot) or self._awaited(slot)):  # [1] [2] [4]
             return self._issue(rank)
         if slot and self.method == "interlaced" and slot[0].kind is not Kind.S:
             return None  # ranks wait for each other within a slot
-        if own and self._ready(own[-1]):  # [3]
-            return own.pop()
+        if left and self._ready(left[-1]):  # [3]
+            return left.pop()
         alone = bool(slot) and slot[-1].kind is not Kind.S
         return self._issue(rank) if due and (alone or self.stuck) else None  # [4]
 
@@ -138,11 +138,11 @@ class SlotWalk:
 
     def _awaited(self, slot: Slot) -> bool:
         """Whether the last stage waits for the vocabulary before it can do the forward for an S."""
-        own = self.left[self.source]
+        left = self.left[self.source]
         waits = self.method != "vocab-2" and self.source in self.idle
-        if not waits or not own or self._ready(own[-1]) or self._ready(slot[-1]):
+        if not waits or not left or self._ready(left[-1]) or self._ready(slot[-1]):
             return False
-        kind, j, i = own[-1]
+        kind, j, i = left[-1]
         return j == self.last and kind in BACKWARDS and (False, j, i) in self.ended
 
     def _ready(self, action: Action) -> bool:

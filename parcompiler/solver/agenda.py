@@ -142,8 +142,8 @@ def _store(
 ) -> None:
     """The items held at once are no larger than the capacity."""
     spans = []
-    for taken, given, _ in things:
-        end = begins[given] + agenda.durations[given]
+    for taken, release, _ in things:
+        end = begins[release] + agenda.durations[release]
         size = target.new_int_var(0, agenda.horizon, "")
         spans.append(target.new_interval_var(begins[taken], size, end, ""))
     target.add_cumulative(spans, [size for _, _, size in things], room)

@@ -115,8 +115,8 @@ class NodeCall:
 
     def passed(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments by name, as the node passes them: by position or by keyword."""
-        given = islice(self.arguments, len(self.node.args))
-        return tuple(map(arguments.__getitem__, given)), {
+        positional = islice(self.arguments, len(self.node.args))
+        return tuple(map(arguments.__getitem__, positional)), {
             name: arguments[name] for name in self.node.kwargs
         }
 

@@ -68,18 +68,18 @@ def find(graph: Graph) -> list[MixtureLayer]:
             if [len(shape_of(x)) for x in (rows, weight, ends)] == [2, 3, 1]:
                 layer = layers.setdefault(ends, MixtureLayer(ends, shape_of(weight)[0]))
                 layer.dims[node] = 0, 0
-    found = _stacked(graph)
+    mixtures = _stacked(graph)
     for layer in layers.values():
         products = list(layer.dims)
         _fill_between(layer, products)
         if all(_trace_weight(graph, layer, product.all_input_nodes[1]) for product in products):
-            found.append(layer)
-    return found
+            mixtures.append(layer)
+    return mixtures
 
 
 def _stacked(graph: Graph) -> list[MixtureLayer]:
     """The layers whose products have the experts as a dimension of their operands."""
-    found: list[MixtureLayer] = []
+    mixtures: list[MixtureLayer] = []
     home: dict[fx.Node, MixtureLayer] = {}
     for node in graph.fx_graph.nodes:
         if node.op != "call_function":
@@ -92,8 +92,8 @@ def _stacked(graph: Graph) -> list[MixtureLayer]:
         if all(one is layer for one in layers) and _joins(graph, layer, node):
             home[node] = layer
             if not layers:
-                found.append(layer)
-    return [layer for layer in found if layer.parameters]
+                mixtures.append(layer)
+    return [layer for layer in mixtures if layer.parameters]
 
 
 def _stack(graph: Graph, node: fx.Node) -> bool:
@@ -111,8 +111,8 @@ def _joins(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
     known = [s for s in strategies(node, 2) if not (s.sizes or s.special or s.draws)]
     for by_expert in known:
         for by_sample in known:
-            if found := _placed(graph, layer, call, by_expert, by_sample):
-                dims, sources, weights = found
+            if placed := _placed(graph, layer, call, by_expert, by_sample):
+                dims, sources, weights = placed
                 layer.dims[node] = dims
                 layer.sources |= sources
                 layer.weights |= dict.fromkeys(weights)

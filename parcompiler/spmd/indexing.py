@@ -23,11 +23,11 @@ def gather(call: NodeCall) -> Rule:
     rank = len(call.shapes[0])
     table, index = call.shapes
     dim = call.dims("dim", rank)
-    here, there = words(rank, dim), words(rank)
+    source, chosen = words(rank, dim), words(rank)
     for place in range(rank):
         if place not in dim and table[place] != index[place]:
-            here[place] = there[place] = "1"
-    return Rule(f"{' '.join(here)}, !{' '.join(there)} -> {' '.join(there)}")
+            source[place] = chosen[place] = "1"
+    return Rule(f"{' '.join(source)}, !{' '.join(chosen)} -> {' '.join(chosen)}")
 
 
 def scatter(call: NodeCall) -> Rule:

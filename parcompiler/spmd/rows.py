@@ -62,12 +62,12 @@ def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> S
     """A strategy with its rows dealt zigzag to `n` ranks; `shapes` are those of operands and
     results. None if only some of them have such rows, as their pieces would differ."""
     split = [(t, s) for t, s in zip(strategy.types, shapes, strict=True) if t.kind == "S"]
-    found = {
+    zigzags = {
         all(is_zigzag(size, rows, n) for size in t.segments or (shape[t.dim],))
         for t, shape in split
     }
-    if found != {True}:
-        return strategy if len(found) < 2 else None
+    if zigzags != {True}:
+        return strategy if len(zigzags) < 2 else None
     if strategy.special not in ("", "causal rows", "ring", "own rows"):  # heads like rows
         return None
     return strategy.placed(replace(t, zigzag=True) if t.kind == "S" else t for t in strategy.types)

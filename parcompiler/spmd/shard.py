@@ -258,9 +258,9 @@ class _Sharding(Rewriting):
     def _default(self, node: fx.Node, call: NodeCall) -> Strategy:
         """The strategy of a node that has none: its operands as they are, else whole."""
         known = strategies(node, self.n, differentiable=self.whole.differentiable, rows=self.rows)
-        there = [self.types[operand.node] for operand in call.operands]
+        current = [self.types[operand.node] for operand in call.operands]
         for strategy in known:
-            pairs = zip(there, strategy.inputs, strict=True)
+            pairs = zip(current, strategy.inputs, strict=True)
             if all(types == (wanted,) for types, wanted in pairs):
                 return strategy
         return known[0]
@@ -313,8 +313,8 @@ class _Sharding(Rewriting):
         shard = shard_of(placement, call.shapes[0][placement.dim])
         sizes = None if shard.even(self.n) and len(shard.sizes) == 1 else shard.sizes
         contexts = made.meta.get("contexts", ())
-        own = ("own_draws", placement.dim, sizes, self.axis, shard.zigzag)
-        made.meta["contexts"] = (*contexts, own)
+        context = ("own_draws", placement.dim, sizes, self.axis, shard.zigzag)
+        made.meta["contexts"] = (*contexts, context)
 
     def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:
         """The result times a factor."""

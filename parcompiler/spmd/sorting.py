@@ -49,11 +49,11 @@ def rows_of(graph: Graph, axis: str) -> Rows | None:
 
 def _sorting(graph: Graph) -> Mapping[fx.Node, SortedNode]:
     """The nodes that compute with rows which ranks may sort for themselves."""
-    found: dict[fx.Node, SortedNode] = {}
+    sorted_nodes: dict[fx.Node, SortedNode] = {}
     for node in graph.fx_graph.nodes:
         if node.op == "call_function" and call_of(node, graph).base in ("sort", "argsort"):
-            found |= _Sorted(graph, node).nodes()
-    return found
+            sorted_nodes |= _Sorted(graph, node).nodes()
+    return sorted_nodes
 
 
 class _Sorted:
@@ -121,8 +121,10 @@ class _Sorted:
         if inside not in ({"rows"}, {"back"}):
             return False
         (kind,) = inside
-        there = [operand.node for operand, x in zip(call.operands, kinds, strict=True) if x]
-        if self._each_row(call, SORTED if kind == "rows" else PIECE, there):
+        sorted_operands = [
+            operand.node for operand, x in zip(call.operands, kinds, strict=True) if x
+        ]
+        if self._each_row(call, SORTED if kind == "rows" else PIECE, sorted_operands):
             self.kinds[call.node] = kind
             return True
         return False
@@ -210,18 +212,18 @@ class _Sorted:
         (before,), (after,) = call.shapes, call.result_shapes
         return after == (self.tokens, self.rows // self.tokens, *before[1:])
 
-    def _each_row(self, call: NodeCall, kind: Placement, there: Sequence[fx.Node]) -> bool:
-        """Whether a call acts on each row alone, of operands `there` and others in such pieces or
-        whole; notes its strategy."""
+    def _each_row(self, call: NodeCall, kind: Placement, in_order: Sequence[fx.Node]) -> bool:
+        """Whether a call acts on each row alone, of operands `in_order` and others in such pieces
+        or whole; notes its strategy."""
         for strategy in strategies(call.node, 2, differentiable=self.graph.differentiable):
             if strategy.special or strategy.draws or {*strategy.types} - {PIECE, R}:
                 continue
             pairs = list(zip(call.operands, strategy.inputs, strict=True))
             split = {operand.node for operand, placement in pairs if placement == PIECE}
             rows = all(shape[0] == self.rows for shape in call.result_shapes)
-            if R in strategy.outputs or not rows or not split.issuperset(there):
+            if R in strategy.outputs or not rows or not split.issuperset(in_order):
                 continue
-            others = split.difference(there)
+            others = split.difference(in_order)
             if others and (kind == SORTED or not all(map(self._in_pieces, others))):
                 continue
             types = (kind if placement == PIECE else R for placement in strategy.types)

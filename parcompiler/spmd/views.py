@@ -46,12 +46,14 @@ def _heads(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, i
     right = [dim for dim, size in enumerate(after) if size > 1]
     while left:
         yield left[0], right[0]
-        here, there = [left.pop(0)], [right.pop(0)]
-        while (a := prod(before[dim] for dim in here)) != (b := prod(after[dim] for dim in there)):
+        before_dims, after_dims = [left.pop(0)], [right.pop(0)]
+        while (a := prod(before[dim] for dim in before_dims)) != (
+            b := prod(after[dim] for dim in after_dims)
+        ):
             if a < b:
-                here.append(left.pop(0))
+                before_dims.append(left.pop(0))
             else:
-                there.append(right.pop(0))
+                after_dims.append(right.pop(0))
 
 
 def view(call: NodeCall) -> Rule | None:

@@ -324,9 +324,9 @@ def forms_of(costs: Costs) -> tuple[data.Form, ...]:
         name = f"stage{'s' * (len(places) > 1)} {names.numbers(places)}"
         parts.append((name, 0, forms, OF_STAGES))
     return tuple(
-        data.Form(name, blocks, what, str(value))
+        data.Form(name, blocks, description, str(value))
         for name, blocks, forms, fields in parts
-        for field, what in fields.items()
+        for field, description in fields.items()
         if (value := getattr(forms, field)) != 0
     )
 

@@ -106,13 +106,13 @@ def edges_of_many(
     """The passes of each rank at the edges of the step of `timing_of_many`."""
     _, timed, parts = _run_of_many(at, microbatches, costs, messages, vocabulary)
     begins, ends, last = parts[0].moments.begins, parts[-1].moments.ends, parts[-1].moments.last
-    found = []
+    edges = []
     for actions, codes in zip(timed.walk.actions, timed.walk.codes, strict=True):
         pairs = [*zip(actions, codes, strict=True)]
         forwards = [(one.stage, begins[code]) for one, code in pairs if one.kind is Kind.FORWARD]
         finals = [(one, last - ends[code]) for one, code in pairs if one.kind in FINAL]
-        found.append(StepEdges(dict(reversed(forwards)), finals))
-    return found
+        edges.append(StepEdges(dict(reversed(forwards)), finals))
+    return edges
 
 
 def _run_of_many(
@@ -173,8 +173,8 @@ class TimedOrder:
         of_shared = {kind: shared.seconds(kind) for kind in HEAD}
         of_shared |= {kind: shared.seconds(kind) / lookups for kind in EMBEDDING}
 
-        def collective(what: str) -> float:
-            kind, embedded = KIND_OF.get(what, Kind.EXCHANGE), what.startswith("e")
+        def collective(name: str) -> float:
+            kind, embedded = KIND_OF.get(name, Kind.EXCHANGE), name.startswith("e")
             return shared.collective(kind, embedded=embedded) / (lookups if embedded else 1)
 
         tasks = self.walk.pipeline
@@ -182,22 +182,22 @@ class TimedOrder:
         each = np.array(seconds)
         for (kind, stage), codes in self.walk.codes_of.items():
             each[codes] = of_stages[stage][kind] if kind in COMPUTE else of_shared[kind]
-        found: list[float] = each.tolist()
-        return found
+        as_list: list[float] = each.tolist()
+        return as_list
 
     def peaks(self, moments: Moments, begin: float = 0.0, end: float = INFINITY) -> tuple[int, ...]:
         """Peak bytes of each rank between two moments."""
         lookups = max(1, len(self.vocabulary.users))
         embedded, x = self.vocabulary.embedded_bytes // lookups, self.vocabulary.x_bytes
 
-        def size(what: Send | Collective) -> int:
-            if isinstance(what, Send):
-                return self.messages[what.number].nbytes
-            return embedded if what.what.startswith("e") else x
+        def size(exchange: Send | Collective) -> int:
+            if isinstance(exchange, Send):
+                return self.messages[exchange.number].nbytes
+            return embedded if exchange.what.startswith("e") else x
 
         placement = self.walk.pipeline.placement
         held = self.holding.held(moments, placement, self.costs, self.vocabulary, size)
-        return tuple(own.most(begin, end) for own in held)
+        return tuple(memory.most(begin, end) for memory in held)
 
 
 def timed_order(

@@ -70,7 +70,7 @@ def rows_of(layers: SharedLayers) -> Iterator[tuple[str, int]]:
     for k in range(len(layers.users)):
         yield from (("e", k), ("e.grad", k))
     if layers.source is not None:
-        yield from ((what, 0) for what in ("x", *layers.exchanges, "x.grad"))
+        yield from ((name, 0) for name in ("x", *layers.exchanges, "x.grad"))
 
 
 def done(action: Action) -> Action:
@@ -103,14 +103,14 @@ def returned(
     Maps the micro-batch of each such S to the micro-batches of the gradients; then lists those
     after which there is no S.
     """
-    found: dict[int, list[int]] = {}
+    gradients: dict[int, list[int]] = {}
     pending: list[int] = []
     for kind, j, i in order:
         if kind in BACKWARDS and j == layers.users[k]:
             pending.append(i)
         elif kind is Kind.S and pending:
-            found[i], pending = pending, []
-    return found, pending
+            gradients[i], pending = pending, []
+    return gradients, pending
 
 
 def placed(
@@ -134,10 +134,10 @@ def placed(
 
 
 class _Line(NamedTuple):
-    """A collective, and the action that it follows: `given` on every rank, or `one` on its rank."""
+    """A collective, and the action that it follows: `after` on every rank, or `one` on its rank."""
 
     meeting: Collective
-    given: Action | None
+    after: Action | None
     one: Action | None = None
     last: bool = False  # whether it is at the end of the other ranks' orders
 
@@ -163,8 +163,8 @@ def _sequence(
         if kind is (Kind.S if layers.early else Kind.T) and layers.training:
             yield _Line(Collective("x.grad", 0, i), action)
         if kind is Kind.S:
-            for k, (found, _) in enumerate(gradients):
-                yield from (_Line(Collective("e.grad", k, x), action) for x in found.get(i, ()))
+            for k, (returns, _) in enumerate(gradients):
+                yield from (_Line(Collective("e.grad", k, x), action) for x in returns.get(i, ()))
     if layers.source is not None:
         for k, (_, rest) in enumerate(gradients):
             for i in rest:
@@ -177,12 +177,12 @@ def _on_rank(
 ) -> tuple[Collective, Action | None]:
     """A collective with the action that it follows on a rank (None: no action). `end` is the action
     that the last collectives follow."""
-    meeting, given, one, last = line
+    meeting, after, one, last = line
     if one is not None and placement[one.stage] == rank:
-        given = one
+        after = one
     elif last:
-        given = end
-    return meeting, None if given is None else done(given)
+        after = end
+    return meeting, None if after is None else done(after)
 
 
 def _merged(

@@ -133,9 +133,9 @@ class Made:
 
     def bytes(self, stage: int, cost: StageCost, kind: Kind) -> tuple[int, int]:
         """Bytes that an instruction of a stage adds at its start, and at its end."""
-        taken, given = cost.bytes(kind)
+        taken, freed = cost.bytes(kind)
         if kind is Kind.FORWARD or stage in self.complete:
-            return taken, given
+            return taken, freed
         first = cost.first
         match kind:
             case Kind.BACKWARD if stage not in self.of:
@@ -147,11 +147,11 @@ class Made:
             case Kind.BACKWARD:  # after a first part
                 more, new = taken + first.later, first.later
             case _:
-                return taken, given
+                return taken, freed
         self.of[stage] = self.of.get(stage, 0) + new
         if kind is not Kind.BACKWARD_INPUT or not first.later:
             self.complete.add(stage)
-        return more, taken + given + new - more
+        return more, taken + freed + new - more
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def optimizer_seconds(
     It begins when all sums of gradients have ended: norms and checks of them wait for all ranks.
     """
     shared = 0.0 if vocabulary is None else vocabulary.step
-    found = [shared] * (1 + max(placement))
+    seconds = [shared] * (1 + max(placement))
     for rank, cost in zip(placement, costs, strict=True):
-        found[rank] += cost.step if cost.trained else 0.0
-    return found
+        seconds[rank] += cost.step if cost.trained else 0.0
+    return seconds

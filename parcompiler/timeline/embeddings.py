@@ -44,26 +44,26 @@ def whole_walk(
 def with_embeddings(
     placement: Sequence[int],
     orders: Sequence[Sequence[Action]],
-    found: Sequence[Sequence[Span]],
+    all_spans: Sequence[Sequence[Span]],
     layers: SharedLayers,
 ) -> Sequence[Sequence[Action]]:
-    """The orders with EMBED and, in training, EMBED_BACKWARD on every rank. `found` are start and
-    end of each action without these."""
+    """The orders with EMBED and, in training, EMBED_BACKWARD on every rank. `all_spans` are start
+    and end of each action without these."""
     spans = {
         action: span
-        for order, own in zip(orders, found, strict=True)
-        for action, span in zip(order, own, strict=True)
+        for order, spans_of in zip(orders, all_spans, strict=True)
+        for action, span in zip(order, spans_of, strict=True)
         if action.stage != NOWHERE
     }
     lookups = sorted(_lookups(layers.users, spans), key=lambda item: item[0])
     if layers.source is None:
         gradients = _gradients(layers.users, spans)
-        return inserted(orders, found, sorted([*lookups, *gradients], key=lambda m: m[0]))
-    front, first = _lookups_before(orders, found, lookups)
+        return inserted(orders, all_spans, sorted([*lookups, *gradients], key=lambda m: m[0]))
+    front, first = _lookups_before(orders, all_spans, lookups)
     behind, tail = _gradients_after(placement, orders, layers)
     return [
-        [*_anchored(order, own, front, first, behind), *tail]
-        for order, own in zip(orders, found, strict=True)
+        [*_anchored(order, spans_of, front, first, behind), *tail]
+        for order, spans_of in zip(orders, all_spans, strict=True)
     ]
 
 
@@ -75,7 +75,7 @@ def inserted(
     """The orders, which have no head, with each action of `moments` before those that begin at its
     time or later."""
     pairs = zip(orders, spans, strict=True)
-    return [list(_anchored(order, own, {}, moments, {})) for order, own in pairs]
+    return [list(_anchored(order, spans_of, {}, moments, {})) for order, spans_of in pairs]
 
 
 def _lookups(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[Moment]:
@@ -102,8 +102,8 @@ def _lookups_before(
 ) -> tuple[dict[Action, list[Action]], list[Moment]]:
     """The lookups before each S, and those that come before every S."""
     begun: dict[Action, float] = {}  # on all ranks
-    for order, found in zip(orders, spans, strict=True):
-        for action, (begin, _) in zip(order, found, strict=True):
+    for order, spans_of in zip(orders, spans, strict=True):
+        for action, (begin, _) in zip(order, spans_of, strict=True):
             if action.kind is Kind.S:
                 begun[action] = max(begin, begun.get(action, 0))
     times = sorted((begin, action) for action, begin in begun.items())
@@ -125,8 +125,8 @@ def _gradients_after(
     behind: dict[Action, list[Action]] = {}
     tail = []
     for k, user in enumerate(layers.users):
-        found, rest = returned(orders[placement[user]], k, layers)
-        for i, gradients in found.items():
+        returns, rest = returned(orders[placement[user]], k, layers)
+        for i, gradients in returns.items():
             added = (Action(Kind.EMBED_BACKWARD, k, x) for x in gradients)
             behind.setdefault(Action(Kind.T, NOWHERE, i), []).extend(added)
         tail += [Action(Kind.EMBED_BACKWARD, k, i) for i in rest]

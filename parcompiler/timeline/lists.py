@@ -63,12 +63,12 @@ class InstructionNames:
 
     def _collective(self, meeting: Collective) -> Instruction:
         """The instruction of a collective."""
-        what, k, i = meeting
-        carried, _, gradient = what.partition(".")
+        name, k, i = meeting
+        carried, _, gradient = name.partition(".")
         if carried not in ("x", "e"):
-            return Instruction(Kind.EXCHANGE, value=what, microbatch=i)
+            return Instruction(Kind.EXCHANGE, value=name, microbatch=i)
         value, peer = self.head if carried == "x" else self.embedded[k]
-        kind = Kind.BROADCAST if what in ("x", "e.grad") else Kind.REDUCE
+        kind = Kind.BROADCAST if name in ("x", "e.grad") else Kind.REDUCE
         grads = bool(gradient)
         return Instruction(kind, value=value, gradient=grads, microbatch=i, peer=peer)
 

@@ -103,29 +103,29 @@ class MemoryUse:
     def first_backwards(self) -> list[int]:
         """Backwards, as places in `tasks`, up to the first whole one, or first second part, of each
         stage: they leave gradients that no others leave (see `Made`)."""
-        found, complete = [], set[int]()
+        firsts, complete = [], set[int]()
         ends = NUMBER[Kind.BACKWARD], NUMBER[Kind.BACKWARD_WEIGHT]
         back = (self.tasks.kind < len(COMPUTE)) & (self.tasks.kind != NUMBER[Kind.FORWARD])
         places = np.flatnonzero(back)
         columns = self.tasks.stage[places].tolist(), self.tasks.kind[places].tolist()
         for place, stage, kind in zip(places.tolist(), *columns, strict=True):
             if stage not in complete:
-                found.append(place)
+                firsts.append(place)
                 if kind in ends:
                     complete.add(stage)
-        return found
+        return firsts
 
     @cached_property
     def last_of_head(self) -> NDArray[np.bool_]:
         """The last task of each micro-batch for the head, on each rank."""
-        found = np.zeros(len(self.tasks.task), bool)
+        is_last = np.zeros(len(self.tasks.task), bool)
         places = np.flatnonzero((self.tasks.kind >= len(COMPUTE)) & (self.tasks.kind < OTHER))
         key = self.tasks.rank[places] * (self.tasks.microbatch.max(initial=0) + 1)
         last = len(places) - 1 - np.unique(
             (key + self.tasks.microbatch[places])[::-1], return_index=True
         )[1]  # fmt: skip
-        found[places[last]] = True
-        return found
+        is_last[places[last]] = True
+        return is_last
 
     @cached_property
     def first_of_head(self) -> NDArray[np.bool_]:
@@ -136,8 +136,8 @@ class MemoryUse:
         in_flight = np.cumsum(begins.astype(np.int64) - ended)
         apart = self.tasks.rank * (in_flight.max(initial=0) + 1)  # ranks follow one another
         most = np.maximum.accumulate(in_flight + apart)
-        found: NDArray[np.bool_] = begins & (np.diff(most, prepend=-1) > 0)
-        return found
+        is_first: NDArray[np.bool_] = begins & (np.diff(most, prepend=-1) > 0)
+        return is_first
 
     def held(
         self,
@@ -153,7 +153,7 @@ class MemoryUse:
         made, home = Made(), np.array(placement, np.int64)
         parts = list(self._computing(begins, ends, costs, vocabulary, made))
         exchanges, rank, exchange, first, last = self.buffers
-        nbytes = np.array([size(what) for what in exchanges], np.int64)[exchange]
+        nbytes = np.array([size(each) for each in exchanges], np.int64)[exchange]
         freed = ends[last].max(axis=1, initial=-INFINITY)
         is_freed = freed > -INFINITY
         parts.append((rank, np.where(first == START, 0.0, ends[first]), nbytes))
@@ -178,24 +178,24 @@ class MemoryUse:
         """Bytes that compute tasks add at their start, and free at their end."""
         task, rank, kind, stage, _ = self.tasks
         table = np.array([[cost.bytes(kind) for kind in KINDS[: len(COMPUTE)]] for cost in costs])
-        own = kind < len(COMPUTE)
-        taken, given = np.zeros(len(task), np.int64), np.zeros(len(task), np.int64)
-        if own.any():
-            taken[own], given[own] = table[stage[own], kind[own]].T
+        computes = kind < len(COMPUTE)
+        taken, freed = np.zeros(len(task), np.int64), np.zeros(len(task), np.int64)
+        if computes.any():
+            taken[computes], freed[computes] = table[stage[computes], kind[computes]].T
         for place in self.first_backwards:
             j = int(stage[place])
-            taken[place], given[place] = made.bytes(j, costs[j], KINDS[kind[place]])
-        given = np.where(self.returns, given, -taken)
+            taken[place], freed[place] = made.bytes(j, costs[j], KINDS[kind[place]])
+        freed = np.where(self.returns, freed, -taken)
         softmax = kind == NUMBER[vocabulary.softmax]
         passing = vocabulary.saved - vocabulary.reused
         taken[kind == NUMBER[Kind.S]] += passing
         taken[self.first_of_head] += vocabulary.reused
         taken[softmax] += vocabulary.more
-        given[~own] = 0
-        given[softmax] -= vocabulary.more
-        given[self.last_of_head] -= passing
+        freed[~computes] = 0
+        freed[softmax] -= vocabulary.more
+        freed[self.last_of_head] -= passing
         yield rank, begins[task], taken
-        yield rank, ends[task], given
+        yield rank, ends[task], freed
 
 
 Change = tuple[Ints, Floats | float, Ints | int]  # ranks, seconds, bytes added from then on
@@ -209,12 +209,12 @@ def _summed(changes: Sequence[Change], ranks: int, rounding: float) -> list[Held
     size = np.concatenate([np.broadcast_to(more, len(where)) for where, _, more in changes])
     order = np.lexsort((at, rank))
     rank, at, size = rank[order], at[order], size[order]
-    found = []
+    steps = []
     for low, high in pairwise(np.searchsorted(rank, np.arange(ranks + 1))):
         seconds, total = at[low:high], np.cumsum(size[low:high])
         later = np.flatnonzero(np.diff(seconds) > rounding)
-        found.append(HeldSteps(seconds[[0, *(later + 1)]], total[[*later, high - low - 1]]))
-    return found
+        steps.append(HeldSteps(seconds[[0, *(later + 1)]], total[[*later, high - low - 1]]))
+    return steps
 
 
 def task_arrays(
@@ -237,11 +237,11 @@ def task_arrays(
 
 def buffer_arrays(buffers: Sequence[Buffer]) -> BufferArrays:
     """Buffers in arrays."""
-    last = np.full((len(buffers), max([1, *(len(own.last) for own in buffers)])), START)
-    for row, own in zip(last, buffers, strict=True):
-        row[: len(own.last)] = own.last
-    ranks, exchanges = [own.rank for own in buffers], [own.exchange for own in buffers]
-    first = np.array([own.first for own in buffers], np.int64)
+    last = np.full((len(buffers), max([1, *(len(buffer.last) for buffer in buffers)])), START)
+    for row, buffer in zip(last, buffers, strict=True):
+        row[: len(buffer.last)] = buffer.last
+    ranks, exchanges = [buffer.rank for buffer in buffers], [buffer.exchange for buffer in buffers]
+    first = np.array([buffer.first for buffer in buffers], np.int64)
     return BufferArrays(exchanges, np.array(ranks, np.int64), np.arange(len(ranks)), first, last)
 
 

@@ -116,8 +116,8 @@ class OrderTasks:
             self.needs[3 * j + 2].append((3 * j + 1) * m)
         for number, link in enumerate(links):
             self._connect(number, link)
-        for row, what in enumerate(rows_of(layers) if layers else (), len(self.rows)):
-            self.collectives[what] = self.size + row * m
+        for row, collective in enumerate(rows_of(layers) if layers else (), len(self.rows)):
+            self.collectives[collective] = self.size + row * m
 
     def _connect(self, number: int, link: StageLink) -> None:
         """Add the needs and sends of one value and its gradient."""
@@ -164,12 +164,12 @@ class OrderTasks:
     def codes(self, rank: int, actions: Sequence[Action]) -> list[int]:
         """The codes of the actions of a rank."""
         first: dict[tuple[Kind, int], int] = {}
-        found = []
+        codes = []
         for kind, j, i in actions:
             if (kind, j) not in first:
                 first[kind, j] = self.code(rank, Action(kind, j, 0))
-            found.append(first[kind, j] + i)
-        return found
+            codes.append(first[kind, j] + i)
+        return codes
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -179,8 +179,8 @@ class OrderTasks:
         joins = [[send.row for send in sends] for sends in self.sends]
         return Tasks(
             self.size,
-            [[row + i for row in own] for own in self.needs for i in each],
-            [[row + i for row in own] for own in joins for i in each],
+            [[row + i for row in sources] for sources in self.needs for i in each],
+            [[row + i for row in sources] for sources in joins for i in each],
             [self.joint.get(sent.row, 1) for sent in self.rows for _ in each],
             [(sent.source * self.ranks + sent.target,) for sent in self.rows for _ in each],
             self.ranks * self.ranks,
@@ -190,12 +190,12 @@ class OrderTasks:
         self,
         compute: Sequence[float],
         messages: Sequence[tuple[float, float]],
-        collectives: Callable[[str], float] = lambda what: 0.0,
+        collectives: Callable[[str], float] = lambda name: 0.0,
     ) -> list[float]:
         """Seconds by task and exchange, from `compute` (by class), `messages` (of each link and of
         its gradient), and `collectives` (of the shared layers)."""
         by_row = [messages[sent.number][sent.gradient] for sent in self.rows]
-        shared = [collectives(what) for what, _ in self.collectives]
+        shared = [collectives(name) for name, _ in self.collectives]
         return [value for value in (*compute, *by_row, *shared) for _ in range(self.microbatches)]
 
     def collective(self, one: Collective) -> int:
@@ -211,7 +211,7 @@ def walked(
     basis: OrderWalk | None = None,
 ) -> OrderWalk:
     """A walk through the orders; `layers` are the layers that all ranks share."""
-    microbatches = 1 + max((action.microbatch for own in orders for action in own), default=-1)
+    microbatches = 1 + max((action.microbatch for order in orders for action in order), default=-1)
     return OrderWalk(OrderTasks(placement, links, microbatches, layers), orders, basis)
 
 
@@ -242,8 +242,10 @@ class OrderWalk:
             orders if layers is None else placed(pipeline.placement, orders, layers)
         )
         self._memory: dict[AbstractSet[int], MemoryUse] = {}
-        self.actions = [[item for item in own if isinstance(item, Action)] for own in self.items]
-        self.codes = [pipeline.codes(rank, own) for rank, own in enumerate(self.actions)]
+        self.actions = [
+            [item for item in order if isinstance(item, Action)] for order in self.items
+        ]
+        self.codes = [pipeline.codes(rank, order) for rank, order in enumerate(self.actions)]
         self.tasks = pipeline.tasks if layers is None else self._with_collectives(layers)
         self.events = ordered(self.tasks, self.codes)
 
@@ -276,17 +278,17 @@ class OrderWalk:
         numbers = [
             [
                 pipeline.code(rank, x) if isinstance(x, Action) else pipeline.collective(x)
-                for x in own
+                for x in items
             ]
-            for rank, own in enumerate(self.items)
+            for rank, items in enumerate(self.items)
         ]
         loops = loops_of(numbers, pipeline.microbatches, pipeline.ranks)
         if loops is None:
             return None
         first, end = 0.0, INFINITY
-        for own, loop in zip(numbers, loops, strict=True):
-            before = [self.written[x] for x in own[: loop.begin] if x < pipeline.size]
-            within = [begins[x] for x in own[loop.begin : loop.end] if x < pipeline.size]
+        for items, loop in zip(numbers, loops, strict=True):
+            before = [self.written[x] for x in items[: loop.begin] if x < pipeline.size]
+            within = [begins[x] for x in items[loop.begin : loop.end] if x < pipeline.size]
             first, end = max([first, *before[-1:]]), min([end, *within[-1:]])
         pace = self.repeating.pace(self.moments, end)
         return (end, pace) if pace is not None and first < end - pace else None
@@ -294,11 +296,11 @@ class OrderWalk:
     @cached_property
     def codes_of(self) -> dict[tuple[Kind, int], Ints]:
         """The codes of all actions of a kind on a stage (NOWHERE: of all ranks)."""
-        found: dict[tuple[Kind, int], list[int]] = {}
-        for own, codes in zip(self.actions, self.codes, strict=True):
-            for (kind, stage, _), code in zip(own, codes, strict=True):
-                found.setdefault((kind, stage), []).append(code)
-        return {key: np.array(codes, np.int64) for key, codes in found.items()}
+        lists: dict[tuple[Kind, int], list[int]] = {}
+        for actions, codes in zip(self.actions, self.codes, strict=True):
+            for (kind, stage, _), code in zip(actions, codes, strict=True):
+                lists.setdefault((kind, stage), []).append(code)
+        return {key: np.array(codes, np.int64) for key, codes in lists.items()}
 
     @cached_property
     def repeating(self) -> RepeatingOrder:
@@ -308,8 +310,8 @@ class OrderWalk:
 
     def memory(self, untrained: AbstractSet[int] = frozenset()) -> MemoryUse:
         """Memory use of these orders where some stages are `untrained`. Cached."""
-        found = self._memory.get(untrained)
-        return found or self._memory.setdefault(untrained, self._uses(untrained))
+        known = self._memory.get(untrained)
+        return known or self._memory.setdefault(untrained, self._uses(untrained))
 
     def _uses(self, untrained: AbstractSet[int]) -> MemoryUse:
         """Uncached body of `memory`: `untrained` stages have only forwards."""
@@ -318,8 +320,8 @@ class OrderWalk:
         if untrained:
             forward = tasks.kind == NUMBER[Kind.FORWARD]
             tasks = tasks.where(forward | ~np.isin(tasks.stage, [*untrained]))
-        there = np.zeros(pipeline.size, bool)
-        there[tasks.task] = True
+        occurs = np.zeros(pipeline.size, bool)
+        occurs[tasks.task] = True
         back = np.zeros(((stages + 1), m), bool)  # the last row is for no stage
         gives = np.isin(tasks.kind, [NUMBER[kind] for kind in BACKWARDS])
         back[tasks.stage[gives], tasks.microbatch[gives]] = True
@@ -328,20 +330,20 @@ class OrderWalk:
         shared = buffer_arrays([*self._shared(layers, tasks, untrained)] if layers else [])
         parts = shared._replace(exchange=shared.exchange + len(exchanges))
         exchanges += shared.exchanges
-        buffers = joined(exchanges, [parts, *self._messages(there, untrained)])
+        buffers = joined(exchanges, [parts, *self._messages(occurs, untrained)])
         returns = back[tasks.stage, tasks.microbatch]
         return MemoryUse(pipeline.ranks, tasks, returns, buffers)
 
     def _messages(
-        self, there: NDArray[np.bool_], untrained: AbstractSet[int]
+        self, occurs: NDArray[np.bool_], untrained: AbstractSet[int]
     ) -> Iterator[BufferArrays]:
         """Buffers of messages: received ones from the posting of their receive (see `parts`) to the
         last backward of their readers, or the forward of `untrained` ones; sent ones until they are
-        sent. `there` marks the tasks that these orders have."""
+        sent. `occurs` marks the tasks that these orders have."""
         pipeline, m = self.pipeline, self.pipeline.microbatches
         each, unit = np.arange(m), np.array(self.written)
-        codes = [np.array(own, np.int64) for own in self.codes]
-        ends = [unit[own] for own in codes]
+        codes = [np.array(order, np.int64) for order in self.codes]
+        ends = [unit[order] for order in codes]
         classes: dict[Send, list[int]] = {}  # of the tasks that a message waits for
         for number, sends in enumerate(pipeline.sends):
             for sent in sends:
@@ -349,9 +351,9 @@ class OrderWalk:
         leaving: dict[tuple[int, int, bool], list[tuple[int, NDArray[np.bool_]]]] = {}
         for sent, senders in classes.items():
             tasks = np.array(senders)[:, None] * m + each
-            last = np.where(there[tasks], unit[tasks], -1.0).argmax(axis=0)
+            last = np.where(occurs[tasks], unit[tasks], -1.0).argmax(axis=0)
             code = tasks[last, each]
-            sends = there[code]
+            sends = occurs[code]
             for k, number in enumerate(senders):
                 key = number, sent.number, sent.gradient
                 leaving.setdefault(key, []).append((sent.row, sends & (last == k)))
@@ -366,7 +368,7 @@ class OrderWalk:
                 for j in users
                 if self._is_on(j, sent.target)
             ]
-            until = np.stack([np.where(there[x], x, START) for x in read], axis=1)
+            until = np.stack([np.where(occurs[x], x, START) for x in read], axis=1)
             yield _buffers_of(sent.number, sent.target, posted, until)
         for (number, link_number, _), rows in leaving.items():
             until = np.stack([np.where(sends, row + each, START) for row, sends in rows], axis=1)
@@ -387,13 +389,13 @@ class OrderWalk:
         places = zip(of_head.rank.tolist(), of_head.microbatch.tolist(), strict=True)
         head = dict(zip(places, of_head.task.tolist(), strict=True))  # the last of each
         for rank, at, item in self._behind():
-            what, k, i = item
-            if what == "x":
+            name, k, i = item
+            if name == "x":
                 last = head[rank, i]
-            elif what == "e.grad":
+            elif name == "e.grad":
                 last = code(rank, Action(Kind.EMBED_BACKWARD, k, i))
-            elif what in ("e", "x.grad"):
-                j = layers.users[k] if what == "e" else layers.source
+            elif name in ("e", "x.grad"):
+                j = layers.users[k] if name == "e" else layers.source
                 assert j is not None
                 last = (3 * j + (j not in untrained)) * m + i
                 if not self._is_on(j, rank):
@@ -417,7 +419,7 @@ class OrderWalk:
     def spans(self) -> list[list[Span]]:
         """Start and end of each action, by rank."""
         begins, ends = self.moments.begins, self.moments.ends
-        return [[(begins[code], ends[code]) for code in own] for own in self.codes]
+        return [[(begins[code], ends[code]) for code in order] for order in self.codes]
 
     def _with_collectives(self, layers: SharedLayers) -> Tasks:
         """The tasks with the collectives of the vocabulary where each rank comes to them."""
@@ -432,8 +434,8 @@ class OrderWalk:
                 early[number] += 1
             else:
                 joins[at] = [*joins[at], number]
-        for own, codes in zip(self.actions, self.codes, strict=True):
-            for action, code in zip(own, codes, strict=True):
+        for actions, codes in zip(self.actions, self.codes, strict=True):
+            for action, code in zip(actions, codes, strict=True):
                 if meetings := [pipeline.collective(x) for x in needs(action, layers)]:
                     wants[code] = [*wants[code], *meetings]
         return Tasks(
@@ -448,9 +450,9 @@ class OrderWalk:
 
     def _behind(self) -> Iterator[tuple[int, int, Collective]]:
         """The collectives of every rank in its order: the rank, and the task before each."""
-        for rank, (own, codes) in enumerate(zip(self.items, self.codes, strict=True)):
+        for rank, (items, codes) in enumerate(zip(self.items, self.codes, strict=True)):
             left, at = iter(codes), START
-            for item in own:
+            for item in items:
                 if isinstance(item, Action):
                     at = next(left)
                 else:
@@ -461,11 +463,11 @@ class OrderWalk:
         written = self.written
         finished = sorted(
             (written[code], rank, k)
-            for rank, own in enumerate(self.codes)
-            for k, code in enumerate(own)
+            for rank, codes in enumerate(self.codes)
+            for k, code in enumerate(codes)
         )
         steps: list[list[Step]] = [[] for _ in self.codes]
-        left = [iter(own) for own in self.items]
+        left = [iter(codes) for codes in self.items]
         behind = [self._collectives(steps[rank], left[rank]) for rank in range(len(steps))]
         missing: dict[tuple[int, int], int] = {}
         parts, following = [steps], [INFINITY, *reversed(moments)]

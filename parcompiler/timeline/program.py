@@ -82,15 +82,17 @@ class ProgramTasks:
     @property
     def memory(self) -> MemoryUse:
         """The memory use of the tasks."""
-        tasks = task_arrays(self.orders, [[self.lines[x][1] for x in own] for own in self.orders])
+        tasks = task_arrays(
+            self.orders, [[self.lines[x][1] for x in order] for order in self.orders]
+        )
         returns = returning(tasks, self.trained)
         return MemoryUse(len(self.orders), tasks, returns, buffer_arrays(self.buffers))
 
     def sum(self, number: int) -> Instruction:
         """The sum of gradients with that number."""
-        what = self.exchanges[number - self.tasks.size]
-        assert isinstance(what, Instruction), "messages are no sums"
-        return what
+        exchange = self.exchanges[number - self.tasks.size]
+        assert isinstance(exchange, Instruction), "messages are no sums"
+        return exchange
 
     def check(self, programs: Sequence[Sequence[Instruction]], moments: Moments) -> None:
         """Raise PlanError, naming what each rank waits for, if ranks deadlock."""
@@ -105,7 +107,7 @@ class ProgramTasks:
         self, programs: Sequence[Sequence[Instruction]], moments: Moments
     ) -> Iterator[tuple[int, str]]:
         """The ranks that never end, and those that no other joins in a collective."""
-        number = {what: self.tasks.size + x for x, what in enumerate(self.exchanges)}
+        number = {exchange: self.tasks.size + x for x, exchange in enumerate(self.exchanges)}
         present: dict[Exchange, set[int]] = defaultdict(set)
         for rank, (order, lines) in enumerate(zip(self.orders, programs, strict=True)):
             ended = (task for task in order if self.lines[task][1].kind is not Kind.UPDATE)
@@ -122,14 +124,15 @@ class ProgramTasks:
             if never is not None:
                 line = self.lines[never][1]
                 missing = [n for n in self.tasks.needs[never] if moments.ends[n] == INFINITY]
-                what = self.exchanges[missing[0] - self.tasks.size]
-                whom = _others(line, present, len(programs)) if what == line else what
+                exchange = self.exchanges[missing[0] - self.tasks.size]
+                whom = _others(line, present, len(programs)) if exchange == line else exchange
                 yield rank, f"{line}: waits for {whom}"
-        for what, x in number.items():
-            if isinstance(what, Instruction) and moments.ends[x] == INFINITY:
-                for rank in present[what]:
+        for exchange, x in number.items():
+            if isinstance(exchange, Instruction) and moments.ends[x] == INFINITY:
+                for rank in present[exchange]:
                     if all(moments.ends[task] < INFINITY for task in self.orders[rank]):
-                        yield rank, f"{what}: waits for {_others(what, present, len(programs))}"
+                        others = _others(exchange, present, len(programs))
+                        yield rank, f"{exchange}: waits for {others}"
 
 
 def _others(line: Instruction, present: dict[Exchange, set[int]], ranks: int) -> str:
@@ -188,7 +191,7 @@ class _Builder:
         updating: Collection[int],
     ) -> None:
         self.programs, self.stages, self.updating = programs, stages, updating
-        self.size = sum(line.kind in WORK | ENDS for own in programs for line in own)
+        self.size = sum(line.kind in WORK | ENDS for lines in programs for line in lines)
         self.size += len(updating)
         self.summed: list[int] = []  # the sums, and the meeting of all ranks
         self.within: list[int] = []  # the sums that begin in a backward
@@ -202,13 +205,14 @@ class _Builder:
     def build(self) -> ProgramTasks:
         """Build the tasks of all ranks, one rank after another."""
         orders = [self._rank(_RankTasks(rank), lines) for rank, lines in enumerate(self.programs)]
-        exchanges = [what for what, _ in self.number]
+        exchanges = [exchange for exchange, _ in self.number]
         lanes: dict[object, int] = {}
         occupied = [
-            tuple(lanes.setdefault(lane, len(lanes)) for lane in _lanes(what)) for what in exchanges
+            tuple(lanes.setdefault(lane, len(lanes)) for lane in _lanes(exchange))
+            for exchange in exchanges
         ]
         pairs = zip(exchanges, self.early, strict=True)
-        parties = [self._parties(what) - count for what, count in pairs]
+        parties = [self._parties(exchange) - count for exchange, count in pairs]
         early = [self.size + x for x, n in enumerate(parties) if n == 0]
         tasks = Tasks(self.size, self.needs, self.joins, parties, occupied, len(lanes), early)
         trained = frozenset(
@@ -218,22 +222,22 @@ class _Builder:
             tasks, orders, self.lines, exchanges, self.buffers, trained, self.within
         )
 
-    def _parties(self, what: Exchange) -> int:
+    def _parties(self, exchange: Exchange) -> int:
         """The number of tasks that take part in an exchange."""
-        if not isinstance(what, Instruction):
-            return int(isinstance(what, SendRecv))
-        return len(what.ranks or self.programs)
+        if not isinstance(exchange, Instruction):
+            return int(isinstance(exchange, SendRecv))
+        return len(exchange.ranks or self.programs)
 
-    def _exchange(self, what: Exchange, time: int = 0) -> int:
+    def _exchange(self, exchange: Exchange, time: int = 0) -> int:
         """The number of an exchange; `time` counts equal ones."""
-        if (what, time) not in self.number:
-            self.number[what, time] = self.size + len(self.number)
+        if (exchange, time) not in self.number:
+            self.number[exchange, time] = self.size + len(self.number)
             self.early.append(0)
-        return self.number[what, time]
+        return self.number[exchange, time]
 
-    def _join(self, at: _RankTasks, what: Exchange, time: int = 0) -> None:
+    def _join(self, at: _RankTasks, exchange: Exchange, time: int = 0) -> None:
         """Let a rank take part in an exchange from the end of its previous task on."""
-        number = self._exchange(what, time)
+        number = self._exchange(exchange, time)
         if at.last == START:
             self.early[number - self.size] += 1
         else:
@@ -286,9 +290,9 @@ class _Builder:
                 self._join(at, line)
                 self._task(at, line, [self._exchange(line)])
         self.buffers += (Buffer(at.rank, *since, ()) for since in at.whole.values())
-        for what, begin in at.buffers.items():
-            last = (at.used[what],) if what in at.used else ()
-            self.buffers.append(Buffer(at.rank, what, begin, last))
+        for exchange, begin in at.buffers.items():
+            last = (at.used[exchange],) if exchange in at.used else ()
+            self.buffers.append(Buffer(at.rank, exchange, begin, last))
         return list(range(first, len(self.lines)))
 
     def _task(self, at: _RankTasks, line: Instruction, needs: list[int]) -> None:
@@ -308,17 +312,17 @@ class _Builder:
     def _work(self, at: _RankTasks, line: Instruction) -> None:
         """Add a compute task, with the exchanges that it uses."""
         uses = self._of_stage(at, line) if line.kind in COMPUTE else [*_of_group(at, line)]
-        needs = [self._exchange(what) for what in uses]
+        needs = [self._exchange(exchange) for exchange in uses]
         if line.stage in at.gathered:
             needs.append(at.gathered.pop(line.stage))
         self._task(at, line, needs)
         at.used.update(dict.fromkeys(uses, at.last))
 
-    def _post(self, at: _RankTasks, line: Instruction, what: Exchange) -> None:
+    def _post(self, at: _RankTasks, line: Instruction, exchange: Exchange) -> None:
         """Post an exchange whose result the stages of a rank wait for."""
         name = None if self.stages is None else line.value
-        at.posted[line.microbatch, line.gradient, name].append(what)
-        at.buffers[what] = at.last
+        at.posted[line.microbatch, line.gradient, name].append(exchange)
+        at.buffers[exchange] = at.last
 
     def _collective(self, at: _RankTasks, line: Instruction) -> None:
         """Add a collective of the vocabulary. All ranks but the one that gets a sum hold their
@@ -345,7 +349,7 @@ class _Builder:
             uses = at.posted.pop((line.microbatch, gradient, None), [])
         else:
             keys = [(line.microbatch, gradient, name) for name in _names(line, self.stages)]
-            uses = [what for key in keys for what in at.posted.get(key, ())]
+            uses = [exchange for key in keys for exchange in at.posted.get(key, ())]
         if line.kind is Kind.FORWARD:
             at.forwards[place] = uses
             return uses
@@ -369,15 +373,15 @@ def _names(line: Instruction, stages: Sequence[Ends]) -> tuple[str, ...]:
     return stage.receives if line.kind is Kind.FORWARD else stage.gives
 
 
-def _lanes(what: Exchange) -> tuple[object, ...]:
+def _lanes(exchange: Exchange) -> tuple[object, ...]:
     """The lanes that an exchange occupies: one at a time on a link, in the group of the vocabulary,
     and among the sums of each rank."""
-    if isinstance(what, SendRecv):
-        return ((what.source, what.target),)
-    if isinstance(what, Ready):
+    if isinstance(exchange, SendRecv):
+        return ((exchange.source, exchange.target),)
+    if isinstance(exchange, Ready):
         return ()
-    if what.kind in GROUP:
+    if exchange.kind in GROUP:
         return ("vocabulary",)
-    if what.kind is Kind.UPDATE:
+    if exchange.kind is Kind.UPDATE:
         return ()
-    return tuple(("sums", rank) for rank in what.ranks)
+    return tuple(("sums", rank) for rank in exchange.ranks)

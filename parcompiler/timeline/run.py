@@ -148,10 +148,10 @@ def ordered(
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(orders)))
     for exchange in tasks.early:
-        own = lanes[exchange - size]
-        add(exchange, [START, *(before[lane] for lane in own)])
+        used = lanes[exchange - size]
+        add(exchange, [START, *(before[lane] for lane in used)])
         done[exchange] = True
-        for lane in own:
+        for lane in used:
             before[lane] = exchange
     while ready:
         rank = ready.pop()

@@ -55,40 +55,42 @@ class TaskPrices:
     lookups: int
     updates: Sequence[float] = ()  # of the optimizer, by rank
 
-    def seconds(self, what: Exchange) -> float:
+    def seconds(self, exchange: Exchange) -> float:
         """Seconds of an instruction, or of an exchange."""
-        if isinstance(what, SendRecv):
-            return self.message_seconds(what)
-        if isinstance(what, Ready):
-            return self.costs[what.stage].ready
-        if what.kind in BUCKETED or what.kind in (Kind.SHARE_LOSS, Kind.UNSHARD):
-            return self.collective_seconds(what)
-        match what.kind:
+        if isinstance(exchange, SendRecv):
+            return self.message_seconds(exchange)
+        if isinstance(exchange, Ready):
+            return self.costs[exchange.stage].ready
+        if exchange.kind in BUCKETED or exchange.kind in (Kind.SHARE_LOSS, Kind.UNSHARD):
+            return self.collective_seconds(exchange)
+        match exchange.kind:
             case Kind.UPDATE:
-                return self.updates[what.ranks[0]] if what.value is None else 0.0
+                return self.updates[exchange.ranks[0]] if exchange.value is None else 0.0
             case Kind.S | Kind.NORMALIZE | Kind.T:
-                return self.vocabulary.seconds(what.kind)
+                return self.vocabulary.seconds(exchange.kind)
             case Kind.EMBED | Kind.EMBED_BACKWARD:
-                return self.vocabulary.seconds(what.kind) / self.lookups
+                return self.vocabulary.seconds(exchange.kind) / self.lookups
             case Kind.EXCHANGE:
                 return self.vocabulary.exchange
             case Kind.BROADCAST | Kind.REDUCE:
-                embedded = what.gradient is (what.kind is Kind.BROADCAST)
-                seconds = self.vocabulary.collective(what.kind, embedded=embedded)
+                embedded = exchange.gradient is (exchange.kind is Kind.BROADCAST)
+                seconds = self.vocabulary.collective(exchange.kind, embedded=embedded)
                 return seconds / self.lookups if embedded else seconds
-        assert what.stage is not None
-        return self.costs[what.stage].seconds(what.kind)
+        assert exchange.stage is not None
+        return self.costs[exchange.stage].seconds(exchange.kind)
 
-    def size(self, what: Exchange) -> int:
+    def size(self, exchange: Exchange) -> int:
         """Bytes of a message, or of the result of a collective on a rank."""
-        if isinstance(what, Ready):
+        if isinstance(exchange, Ready):
             return 0
-        if isinstance(what, Instruction) and what.kind is Kind.UNSHARD:
-            assert what.stage is not None
-            return self.costs[what.stage].gathered
-        if what.value is None or (isinstance(what, Instruction) and what.kind is Kind.EXCHANGE):
+        if isinstance(exchange, Instruction) and exchange.kind is Kind.UNSHARD:
+            assert exchange.stage is not None
+            return self.costs[exchange.stage].gathered
+        if exchange.value is None or (
+            isinstance(exchange, Instruction) and exchange.kind is Kind.EXCHANGE
+        ):
             return 0
-        return self.message_bytes[what.value]
+        return self.message_bytes[exchange.value]
 
 
 def simulate(
@@ -143,9 +145,9 @@ def simulate(
     return Timeline(
         step_time=moments.last,
         bubble=idle(events, moments.last, len(instructions)),
-        peak_memory=tuple(own.most() for own in held),
+        peak_memory=tuple(memory.most() for memory in held),
         events=events,
-        memory=tuple(own.levels() for own in held),
+        memory=tuple(memory.levels() for memory in held),
     )
 
 
@@ -156,7 +158,7 @@ def _updates(
     vocabulary: VocabularyCost | None,
 ) -> list[float]:
     """Seconds of the optimizer's step by rank; empty where there is no backward."""
-    lines = (line for own in instructions for line in own)
+    lines = (line for lines_of in instructions for line in lines_of)
     trains = any(line.kind in BACKWARDS or line.kind is Kind.T for line in lines)
     return optimizer_seconds(placement, costs, vocabulary) if trains and placement else []
 
@@ -188,15 +190,15 @@ def _events(program: ProgramTasks, moments: Moments) -> Iterator[TimelineEvent]:
     for task, (rank, line) in enumerate(program.lines):
         if line.kind not in ENDS:
             yield TimelineEvent(rank, moments.begins[task], moments.ends[task], line)
-    for x, what in enumerate(program.exchanges, program.tasks.size):
+    for x, exchange in enumerate(program.exchanges, program.tasks.size):
         begin, end = moments.begins[x], moments.ends[x]
-        if _is_meeting(what):
+        if _is_meeting(exchange):
             continue
-        if isinstance(what, SendRecv):
-            yield TimelineEvent(what.source, begin, end, _send(what))
-        elif isinstance(what, Instruction):
-            for rank in what.ranks or ranks:
-                yield TimelineEvent(rank, begin, end, what)
+        if isinstance(exchange, SendRecv):
+            yield TimelineEvent(exchange.source, begin, end, _send(exchange))
+        elif isinstance(exchange, Instruction):
+            for rank in exchange.ranks or ranks:
+                yield TimelineEvent(rank, begin, end, exchange)
 
 
 def _send(sent: SendRecv) -> Instruction:
@@ -207,7 +209,9 @@ def _send(sent: SendRecv) -> Instruction:
     )  # fmt: skip
 
 
-def _is_meeting(what: Exchange) -> bool:
+def _is_meeting(exchange: Exchange) -> bool:
     """Whether an exchange is only a moment to wait for: all ranks at the optimizer's step, or
     `Ready`."""
-    return isinstance(what, Ready) or (isinstance(what, Instruction) and what.kind is Kind.UPDATE)
+    return isinstance(exchange, Ready) or (
+        isinstance(exchange, Instruction) and exchange.kind is Kind.UPDATE
+    )

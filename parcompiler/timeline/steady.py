@@ -102,7 +102,7 @@ class RepeatingOrder:
         m = self.microbatches
         joins, needs = self.tasks.joins, self.tasks.needs
         used = {
-            x for own in self.orders for task in own for x in (task, *joins[task], *needs[task])
+            x for order in self.orders for task in order for x in (task, *joins[task], *needs[task])
         }
         return sorted({x - x % m for x in used})
 
@@ -115,11 +115,11 @@ class RepeatingOrder:
     def causes(self) -> list[list[tuple[int, int]]]:
         """By rank, pairs (task or exchange, cause that may decide its start), from the last round
         of the loops on."""
-        found = []
+        causes = []
         for order, loop in zip(self.orders, self.loops or (), strict=True):
             first = max(1, loop.end - loop.length)
-            found.append(list(self._causes_of(order, max(0, first - loop.length), first)))
-        return found
+            causes.append(list(self._causes_of(order, max(0, first - loop.length), first)))
+        return causes
 
     def _causes_of(self, order: Sequence[int], begin: int, first: int) -> Iterator[tuple[int, int]]:
         """The causes of one rank from place `first` of its order on, as seen from place `begin`."""
@@ -141,24 +141,24 @@ class RepeatingOrder:
     @cached_property
     def distances(self) -> dict[tuple[int, int], int]:
         """By pair of rows, the most micro-batches from a cause to what it may decide."""
-        m, found = self.microbatches, dict[tuple[int, int], int]()
+        m, distances = self.microbatches, dict[tuple[int, int], int]()
         for one, two in chain.from_iterable(self.causes):
             key = one - one % m, two - two % m
-            found[key] = max(found.get(key, -m), one % m - two % m)
-        return found
+            distances[key] = max(distances.get(key, -m), one % m - two % m)
+        return distances
 
     @cached_property
     def round(self) -> dict[int, set[tuple[int, int]]]:
         """The causes in one round: by task or exchange, the row of each cause and the number of
         micro-batches by which it is earlier."""
-        m, found = self.microbatches, dict[int, set[tuple[int, int]]]()
+        m, offsets = self.microbatches, dict[int, set[tuple[int, int]]]()
         for order, loop, pairs in zip(self.orders, self.loops or (), self.causes, strict=True):
-            own = set(order[loop.end - loop.length : loop.end])
-            own |= {exchange for task in own for exchange in self.tasks.joins[task]}
+            tasks = set(order[loop.end - loop.length : loop.end])
+            tasks |= {exchange for task in tasks for exchange in self.tasks.joins[task]}
             for one, two in pairs:
-                if one in own:
-                    found.setdefault(one, set()).add((two - two % m, one % m - two % m))
-        return found
+                if one in tasks:
+                    offsets.setdefault(one, set()).add((two - two % m, one % m - two % m))
+        return offsets
 
 
 class _Cut:
@@ -168,7 +168,7 @@ class _Cut:
         self.order, self.moments, self.rounding = order, moments, EXACT * moments.last
         m, begins = order.microbatches, moments.begins
         self.stops = {row: bisect_left(begins, moment, row, row + m) - row for row in order.rows}
-        self.places = [bisect_left(own, moment, key=begins.__getitem__) for own in order.orders]
+        self.places = [bisect_left(tasks, moment, key=begins.__getitem__) for tasks in order.orders]
         pairs = order.distances.items()
         looked = (most - self.stops[one] + self.stops[two] for (one, two), most in pairs)
         self.back = max(order.period, *looked)  # micro-batches that later tasks look back

@@ -50,9 +50,9 @@ class Timeline:
         """
         spans = []
         for rank in range(len(self.bubble)):
-            own = [event for event in self.events if event.rank == rank]
-            behind = [e for e in own if e.instruction.kind in BEHIND | {Kind.UPDATE}]
-            before = [e for e in own if e.instruction.kind in BUSY | {Kind.REDUCE_GRADIENTS}]
+            events = [event for event in self.events if event.rank == rank]
+            behind = [e for e in events if e.instruction.kind in BEHIND | {Kind.UPDATE}]
+            before = [e for e in events if e.instruction.kind in BUSY | {Kind.REDUCE_GRADIENTS}]
             first = min((event.begin for event in before), default=0.0)
             ends = [event.end for event in before if event.instruction.kind is not Kind.UPDATE]
             update = sum(event.end - event.begin for event in behind)

@@ -158,8 +158,8 @@ def _on_shorter_rows(
             pool().close()
             raise
     exact = dataclasses.replace(exact, sizes=double.sizes)
-    found = Verification(native, exact, _notes(program, trial))
-    return found if found.ok else None
+    verification = Verification(native, exact, _notes(program, trial))
+    return verification if verification.ok else None
 
 
 def _as_compiled(program: Compiled, seed: int, steps: Progress, ranks: Ranks) -> Verification:
@@ -353,8 +353,8 @@ class Trial:
 
     def _again(self, scale: float, arrivals: Sequence[int], *, nudged: bool = False) -> Outcome:
         """The outcome of the model, run again."""
-        given = self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals
-        return _at_scale(*given, nudged=nudged)
+        arguments = self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals
+        return _at_scale(*arguments, nudged=nudged)
 
 
 def _with_short_rounds(variant: Compiled) -> Compiled:

@@ -171,9 +171,9 @@ class DataRanks:
     def _of_ranks(self, name: str, each: Sequence[Gradients]) -> list[torch.Tensor]:
         """The gradients that data ranks sum: for experts each summand comes from a group of expert
         ranks."""
-        found = [gradients[name] for gradients in each if name in gradients]
+        tensors = [gradients[name] for gradients in each if name in gradients]
         count = self._lowered.expert if self._lowered.graph.by_name[name].experts else 1
-        return [sum_of(found[k : k + count]) for k in range(0, len(found), count)]
+        return [sum_of(tensors[k : k + count]) for k in range(0, len(tensors), count)]
 
     def _factored(self, name: str, each: Sequence[torch.Tensor]) -> torch.Tensor:
         """PowerSGD's sum of the gradients of all data ranks, by the pieces that ranks hold

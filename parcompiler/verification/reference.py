@@ -263,21 +263,23 @@ class Original:
         """Replace the accumulated gradients; those of 16-bit parameters are sums in float32."""
         self._sums = {}
         for name, parameter in self.parameters.items():
-            parameter.grad, found = None, gradients.get(name)
-            if found is not None and self.masters[name] is not parameter:
-                self._sums[name] = found
-            elif found is not None:
-                parameter.grad = found
+            parameter.grad, gradient = None, gradients.get(name)
+            if gradient is not None and self.masters[name] is not parameter:
+                self._sums[name] = gradient
+            elif gradient is not None:
+                parameter.grad = gradient
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Take the accumulated gradients from the parameters, by name; those of 16-bit parameters
         are sums in float32."""
         self._add_up()
-        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None} | self._sums
+        gradients = {
+            n: p.grad for n, p in self.parameters.items() if p.grad is not None
+        } | self._sums
         self._sums = {}
         for parameter in self.parameters.values():
             parameter.grad = None
-        return found
+        return gradients
 
     def stepped(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The state after a step of an optimizer."""

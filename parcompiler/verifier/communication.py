@@ -150,9 +150,9 @@ def _never(step: StepIndex, rank: int, item: TiedTensor | Bucket) -> Iterator[Fa
 
 def _wrong(step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]) -> Iterator[Fault]:
     """A rank takes part in sums that exist, with the ranks that belong to them."""
-    found = [*step.reductions[rank].items()]
-    found += [(n, at) for n, places in step.scatters[rank].items() for at in places.values()]
-    for label, position in found:
+    exchanges = [*step.reductions[rank].items()]
+    exchanges += [(n, at) for n, places in step.scatters[rank].items() for at in places.values()]
+    for label, position in exchanges:
         line, item = step.at(rank, position), sums.get(label)
         pieces = isinstance(item, Bucket) and step.wiring.lowered.zero > 1
         if item is None:

@@ -123,8 +123,8 @@ def _ledgers(step: StepIndex, costs: Sequence[StageCost]) -> list[MemoryLedger]:
                 ledger.gradients[place] = made.of.get(j, 0) - before
             ledger.in_flight += ((at, j, 1) for at in step.computed[Kind.FORWARD, j].values())
             ledger.in_flight += ((at, j, -1) for at in step.done[j].values())
-    for ledger, own in zip(ledgers, step.lists, strict=True):
-        for place, line in enumerate(own):
+    for ledger, program in zip(ledgers, step.lists, strict=True):
+        for place, line in enumerate(program):
             if line.kind in SHARDING and line.stage is not None and 0 <= line.stage < len(costs):
                 side = ledger.arriving if line.kind is Kind.UNSHARD else ledger.leaving
                 side[place] += costs[line.stage].gathered

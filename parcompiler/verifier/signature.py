@@ -74,23 +74,25 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
     for stage in lowered.stages:
         for call in stage.calls:
             asked = call.block.name in again
-            for word, given, wanted in (
+            for word, has, wanted in (
                 ("recomputed", call.recompute, asked and not plan.offload),
                 ("offloaded", call.offload, asked and plan.offload),
             ):
-                if given != wanted:
-                    verb = "is" if given else "is not"
+                if has != wanted:
+                    verb = "is" if has else "is not"
                     yield Fault(PLANNED, f"{call.block.name} {verb} {word}, unlike in the plan")
             if call.again and not plan.selective:
                 yield Fault(PLANNED, f"{call.block.name} runs operators again, unlike in the plan")
     wanted = [*plan.stages] if plan.stages else []
-    found = _joined(lowered.choices, wanted) if lowered.zero == 3 else [*lowered.choices]
-    if len(found) != len(wanted):
-        yield Fault(PLANNED, f"stages is {len(found)}, and {len(wanted)} in the plan")
-    for j, (own, choice) in enumerate(zip(found, wanted, strict=False)):
-        if own != choice:
-            listed, other = ", ".join(own.blocks), ", ".join(choice.blocks)
-            detail = f"stage {j} has {listed} on rank {own.rank}, and {other} on {choice.rank}"
+    listed_stages = _joined(lowered.choices, wanted) if lowered.zero == 3 else [*lowered.choices]
+    if len(listed_stages) != len(wanted):
+        yield Fault(PLANNED, f"stages is {len(listed_stages)}, and {len(wanted)} in the plan")
+    for j, (lowered_stage, choice) in enumerate(zip(listed_stages, wanted, strict=False)):
+        if lowered_stage != choice:
+            listed, other = ", ".join(lowered_stage.blocks), ", ".join(choice.blocks)
+            detail = (
+                f"stage {j} has {listed} on rank {lowered_stage.rank}, and {other} on {choice.rank}"
+            )
             yield Fault(PLANNED, f"{detail} in the plan")
 
 
@@ -101,15 +103,15 @@ def _joined(units: Iterable[StageChoice], plan: Sequence[StageChoice]) -> list[S
     >>> _joined(units, [StageChoice(("a", "b", "c"), 0), StageChoice(("d",), 1)])
     [StageChoice(blocks=('a', 'b', 'c'), rank=0), StageChoice(blocks=('d',), rank=1)]
     """
-    found: list[StageChoice] = []
+    joined: list[StageChoice] = []
     for unit in units:
-        last = found[-1] if found else None
-        size = len(plan[len(found) - 1].blocks) if 0 < len(found) <= len(plan) else 0
+        last = joined[-1] if joined else None
+        size = len(plan[len(joined) - 1].blocks) if 0 < len(joined) <= len(plan) else 0
         if last is not None and last.rank == unit.rank and len(last.blocks) < size:
-            found[-1] = StageChoice((*last.blocks, *unit.blocks), unit.rank)
+            joined[-1] = StageChoice((*last.blocks, *unit.blocks), unit.rank)
         else:
-            found.append(unit)
-    return found
+            joined.append(unit)
+    return joined
 
 
 def _listed(wiring: Wiring, placeholders: list[fx.Node]) -> Iterator[Fault]:

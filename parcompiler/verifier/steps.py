@@ -160,8 +160,8 @@ class StepIndex:
         forms: dict[tuple[object, ...], LinePlace | Malformed] = {}
         for position, line in enumerate(lines):
             i = line.microbatch
-            there = None if i is None else i in self.microbatches
-            key = (line.kind, line.stage, line.value, line.gradient, line.peer, line.ranks, there)
+            repeats = None if i is None else i in self.microbatches
+            key = (line.kind, line.stage, line.value, line.gradient, line.peer, line.ranks, repeats)
             form = forms.get(key)
             if form is None:
                 form = forms[key] = self._malformed(rank, line) or self._place(rank, line)
@@ -175,11 +175,11 @@ class StepIndex:
             if positions is not None:
                 positions.append(position)
             if places is not None:
-                own = i if by is None else by
-                if own in places:
+                index = i if by is None else by
+                if index in places:
                     self._repeated[rank, line] += 1
                 else:
-                    places[own] = position
+                    places[index] = position
 
     def _malformed(self, rank: int, line: Instruction) -> Malformed | None:
         """The problem of an instruction by itself, apart from its micro-batch."""

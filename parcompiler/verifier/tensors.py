@@ -235,7 +235,7 @@ def _in_bucket(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fau
 
 
 def _on_each(
-    where: str, what: str, name: str, buckets: list[Bucket], holders: Iterable[int]
+    where: str, kind: str, name: str, buckets: list[Bucket], holders: Iterable[int]
 ) -> Iterator[Fault]:
     """A tensor that several ranks hold is in one bucket of each."""
     counts = Counter(item.ranks for item in buckets)
@@ -243,7 +243,7 @@ def _on_each(
         count = counts.pop((rank,), 0)
         if count != 1:
             times = f"{count} times" if count else "in no bucket"
-            yield Fault(AVERAGED, f"the {what} of {name} on rank {rank} are summed {times}")
+            yield Fault(AVERAGED, f"the {kind} of {name} on rank {rank} are summed {times}")
     for others in counts:
         yield Fault(AVERAGED, f"{where}, and it is summed on {ranks(others)}")
 

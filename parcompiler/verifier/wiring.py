@@ -127,11 +127,11 @@ class Wiring:
                 continue
             source = self.stages[maker].rank
             for target in sorted({self.stages[j].rank for j in readers}):
-                there = tuple(j for j in readers if self.stages[j].rank == target)
+                stages = tuple(j for j in readers if self.stages[j].rank == target)
                 back = self.differentiable(name) and (
-                    source == target or any(self.leads(name, j) for j in there)
+                    source == target or any(self.leads(name, j) for j in stages)
                 )
-                crossings.append(Crossing(name, maker, source, there, target, back))
+                crossings.append(Crossing(name, maker, source, stages, target, back))
         return tuple(crossings)
 
     @cached_property
@@ -168,7 +168,7 @@ class Wiring:
         """The stages that compute something that depends on a trained parameter and leads to the
         loss: the others have no backward."""
         blocks = ([call.block for call in stage.calls] for stage in self.stages)
-        return frozenset(j for j, own in enumerate(blocks) if self.graph.trains(own))
+        return frozenset(j for j, blocks_of in enumerate(blocks) if self.graph.trains(blocks_of))
 
     def tensor(self, node: fx.Node) -> Parameter | None:
         """The parameter or buffer that a node stands for."""

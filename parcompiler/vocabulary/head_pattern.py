@@ -160,8 +160,8 @@ def _of_rows(node: fx.Node) -> Criterion:
     if "weight" in values:
         keep_whole("its mean counts rows of other context ranks by the weights of their classes")
     names = ("ignore_index", "label_smoothing", "zigzag")
-    given = {name: values[name] for name in names if name in values}
-    loss = CrossEntropy(sizes=tuple(values.get("sizes", shape_of(targets))), **given)
+    arguments = {name: values[name] for name in names if name in values}
+    loss = CrossEntropy(sizes=tuple(values.get("sizes", shape_of(targets))), **arguments)
     return Criterion(node, logits, targets, None, loss)
 
 

@@ -138,8 +138,8 @@ def divide(
 
 def _several_stages_each(task: DivisionTask, tried: list[tuple[int, ...]]) -> StagesTwice | None:
     """The best of some good runs, and the blocks that must run twice in it; adds all to `tried`."""
-    given = tuple(task.loads), tuple(task.flows), tuple(task.placement), task.microbatches
-    free = _unlimited(*given)
+    inputs = tuple(task.loads), tuple(task.flows), tuple(task.placement), task.microbatches
+    free = _unlimited(*inputs)
     best = sorted(free, key=lambda stage_of: task.objective(stage_of, ()))[:KEPT]
     if task.fits(best[0]):
         tried += best
@@ -148,12 +148,12 @@ def _several_stages_each(task: DivisionTask, tried: list[tuple[int, ...]]) -> St
     every = [i for i, twice in enumerate(task.again) if twice is not None]
     for lean in (task, task.under(every)) if every else (task,):
         tried += moved_runs(lean)
-    found = []
+    divisions = []
     for stage_of in dict.fromkeys(tried):
         twice = spared(task, stage_of)
         if twice is not None:
-            found.append((task.objective(stage_of, twice), len(twice), (stage_of, twice)))
-    return min(found)[2] if found else None
+            divisions.append((task.objective(stage_of, twice), len(twice), (stage_of, twice)))
+    return min(divisions)[2] if divisions else None
 
 
 @lru_cache(maxsize=64)  # schedules with one placement differ only in what they hold

@@ -135,22 +135,22 @@ def memory_parts(
     names = names or [f"block {i}" for i in range(len(loads))]
     stages = stages_on(placement)[rank]
     received = received_on(flows, stage_of, placement)
-    here = [[i for i, at in enumerate(stage_of) if at == j] for j in stages]
+    blocks_of = [[i for i, at in enumerate(stage_of) if at == j] for j in stages]
 
     def growing(counts: Sequence[int]) -> int:
         return sum(
             k * (sum(loads[i].saved for i in blocks) + sum(flow.saved for flow in received[j]))
-            for k, j, blocks in zip(counts, stages, here, strict=True)
+            for k, j, blocks in zip(counts, stages, blocks_of, strict=True)
         )
 
     counts = max(held[rank], key=growing)
-    blocks = [i for group in here for i in group]
+    blocks = [i for group in blocks_of for i in group]
     states = [MemoryPart(loads[i].resident, names[i]) for i in blocks]
     tensors = sorted({item for i in blocks for item in loads[i].shared})
     shared = [MemoryPart(size, name) for name, size in tensors]
     saved = [
         MemoryPart(k * loads[i].saved, names[i])
-        for k, group in zip(counts, here, strict=True)
+        for k, group in zip(counts, blocks_of, strict=True)
         for i in group
     ]
     copies = [
@@ -189,24 +189,24 @@ def sizes(
     >>> sizes(loads, [[0], [1]], [[], [Flow(0, (1,), 0.5, saved=3)]], [(2, 1), (1, 4)])
     [47, 61]
     """
-    own = [loads[i] for group in blocks for i in group]
+    members = [loads[i] for group in blocks for i in group]
     copies = [sum(flow.saved for flow in flows) for flows in received]
     saved = [
         sum([loads[i].saved for i in group]) + size
         for group, size in zip(blocks, copies, strict=True)
     ]
-    shared = sum(size for _, size in {item for load in own for item in load.shared})
-    moment = max([load.moment for load in own], default=0)
-    fixed = sum([load.resident for load in own]) + shared + sum(copies) + moment
+    shared = sum(size for _, size in {item for load in members for item in load.shared})
+    moment = max([load.moment for load in members], default=0)
+    fixed = sum([load.resident for load in members]) + shared + sum(copies) + moment
     return [fixed + sum(map(mul, counts, saved)) for counts in vectors]
 
 
 def blocks_on(stage_of: Sequence[int], stages: int) -> list[list[int]]:
     """The blocks of each stage."""
-    found: list[list[int]] = [[] for _ in range(stages)]
+    blocks: list[list[int]] = [[] for _ in range(stages)]
     for i, j in enumerate(stage_of):
-        found[j].append(i)
-    return found
+        blocks[j].append(i)
+    return blocks
 
 
 def stages_on(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -221,9 +221,9 @@ def stages_on(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _total(what: str, parts: Sequence[MemoryPart]) -> MemoryPart:
+def _total(label: str, parts: Sequence[MemoryPart]) -> MemoryPart:
     largest = max(parts, key=lambda part: part.size, default=MemoryPart(0, "nothing"))
-    return MemoryPart(sum(part.size for part in parts), f"{what} {largest.what}")
+    return MemoryPart(sum(part.size for part in parts), f"{label} {largest.what}")
 
 
 def received_on(

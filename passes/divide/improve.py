@@ -36,22 +36,22 @@ def moved_runs(task: DivisionTask) -> list[tuple[int, ...]]:
     all else and found nothing better than pairs and even stages.
     """
     pairs = paired_runs(task)
-    found = [pairs] if pairs is not None and task.fits(pairs) else []
+    divisions = [pairs] if pairs is not None and task.fits(pairs) else []
     if len(task.loads) * task.stages > (LARGE if task.each == 2 else LARGE_OF_MANY):
-        return found or [runs for runs in _starts(task) if task.fits(runs)]
-    return [*_moved(task, _starts(task)), *found] or _moved(task, [slim_runs(task)])
+        return divisions or [runs for runs in _starts(task) if task.fits(runs)]
+    return [*_moved(task, _starts(task)), *divisions] or _moved(task, [slim_runs(task)])
 
 
 def _moved(task: DivisionTask, starts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The runs that moves lead to from each start, if they fit."""
-    found = []
+    divisions = []
     for start in starts:
         book = DivisionCosts(task, start)
         descend(book, _overload)
         descend(book, _step)
         if not book.excess():
-            found.append(tuple(book.at))
-    return found
+            divisions.append(tuple(book.at))
+    return divisions
 
 
 def _starts(task: DivisionTask) -> Iterator[tuple[int, ...]]:

@@ -55,15 +55,15 @@ class DivisionCosts:
 
     def memory(self) -> list[int]:
         """Bytes on each rank when it is fullest."""
-        task, found = self.task, self._memory
+        task, memory = self.task, self._memory
         for rank in self._touched:
             saved = [self.saved[j] for j in task.on[rank]]
             most: int = max([sum(map(mul, counts, saved)) for counts in task.held[rank]])
             size = self.fixed[rank] + most
-            self._excess += max(0, size - task.room[rank]) - max(0, found[rank] - task.room[rank])
-            found[rank] = size
+            self._excess += max(0, size - task.room[rank]) - max(0, memory[rank] - task.room[rank])
+            memory[rank] = size
         self._touched.clear()
-        return found
+        return memory
 
     def excess(self) -> int:
         """Bytes above the limits, summed over ranks."""

@@ -46,8 +46,8 @@ def paired_runs(task: DivisionTask) -> tuple[int, ...] | None:
     best: tuple[int, ...] | None = None
     cap: int | None = None
     for sides in _sides(task, snug(task)):
-        if found := _least(task, sides, cap):
-            cap, best = found[0], sides.stage_of(found[1])
+        if pair := _least(task, sides, cap):
+            cap, best = pair[0], sides.stage_of(pair[1])
     return best
 
 
@@ -63,8 +63,8 @@ def slowest_pair(task: DivisionTask, known: int = 0) -> int:
     """
     roomy = dataclasses.replace(task, limits=[math.inf] * task.ranks, held=[()] * task.ranks)
     for sides in _sides(roomy, sum(task.compute)):
-        if sides.is_v and sides.taken(known) is None and (found := _least(roomy, sides, None)):
-            return found[0] - max(1, task.even // PRECISION)
+        if sides.is_v and sides.taken(known) is None and (pair := _least(roomy, sides, None)):
+            return pair[0] - max(1, task.even // PRECISION)
     return 0
 
 
@@ -110,27 +110,27 @@ class _Sides:
         """By rank, the cumulative units of the blocks of both sides."""
         task = self.task
         rows = task.cost[:1] if task.is_uniform else task.cost
-        found = [(_sums(row, self.front), _sums(row, self.back)) for row in rows]
-        return found * (task.ranks // len(found))
+        sums = [(_sums(row, self.front), _sums(row, self.back)) for row in rows]
+        return sums * (task.ranks // len(sums))
 
     @cached_property
     def bytes(self) -> list[list[tuple[Counts, Counts, int]]]:
         """By rank and vector of micro-batches in flight, the cumulative bytes of the blocks of both
         sides, and the bytes that they may take."""
-        task, found = self.task, []
+        task, sums = self.task, []
         resident = [load.resident + sum(size for _, size in load.shared) for load in task.loads]
         saved = [load.saved for load in task.loads]
         copy = max((flow.saved for flow in task.flows), default=0)
         moment = max(load.moment for load in task.loads)
         fixed, each = ((_sums(x, self.front), _sums(x, self.back)) for x in (resident, saved))
         for rank in range(task.ranks):
-            own = []
+            row = []
             for first, second in task.held[rank]:
                 received = copy * ((first + 1) * (rank > 0) + second + 1)
                 room = task.room[rank] - moment - received
-                own.append((fixed[0] + first * each[0], fixed[1] + second * each[1], room))
-            found.append(own)
-        return found
+                row.append((fixed[0] + first * each[0], fixed[1] + second * each[1], room))
+            sums.append(row)
+        return sums
 
     def taken(self, cap: int) -> Taken | None:
         """The blocks that each rank takes if no rank takes more than `cap` units, and no stage more
@@ -167,13 +167,13 @@ class _Sides:
 
     def _back(self, end: int, at: Counts, ways: list[tuple[Counts, Counts]]) -> Taken:
         """The blocks that each rank took on the way to `end`."""
-        found, count = [], int(at[end])
+        ends, count = [], int(at[end])
         for before, lengths in reversed(ways):
             length = int(lengths[end])
             end -= length
-            found.append((length, count - int(before[end])))
+            ends.append((length, count - int(before[end])))
             count = int(before[end])
-        return found[::-1]
+        return ends[::-1]
 
     def stage_of(self, taken: Taken) -> tuple[int, ...]:
         """The stage of each block."""

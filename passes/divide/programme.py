@@ -45,8 +45,8 @@ class Layout:
 
     def hint(self, stage_of: Sequence[int]) -> None:
         """Tell the solver to look near this division first."""
-        for (i, j), here in self.x.items():
-            self.model.hint(here, stage_of[i] == j)
+        for (i, j), variable in self.x.items():
+            self.model.hint(variable, stage_of[i] == j)
         for (i, j), later in self.free.items():
             self.model.hint(later, stage_of[i] >= j)
 
@@ -95,7 +95,7 @@ def _slowest(task: DivisionTask, units: float) -> int:
     """Upper bound on the slowest rank's units in a division whose step is shorter than `units`;
     negative where there is no such division."""
     if units == math.inf:
-        again = (max(own[i] for own in task.extra) for i in range(len(task.loads)))
+        again = (max(seconds[i] for seconds in task.extra) for i in range(len(task.loads)))
         return max(map(sum, task.cost)) + sum(again) + sum(task.move)
     slack = math.ceil(units) - 1 - sum(task.compute)
     if task.microbatches > 1:
@@ -160,8 +160,8 @@ def _place(task: DivisionTask, windows: Sequence[range], slowest: int) -> Layout
         u={(item, j): model.binary(f"u[{item[0]},{j}]") for item, j in sorted(users)},
     )  # fmt: skip
     # A block is on stage j iff it is on j or later, but not on j + 1 or later.
-    for (i, j), here in layout.x.items():
-        model.constrain([(1, here), (-1, layout.y(i, j)), (1, layout.y(i, j + 1))], 0, 0)
+    for (i, j), variable in layout.x.items():
+        model.constrain([(1, variable), (-1, layout.y(i, j)), (1, layout.y(i, j + 1))], 0, 0)
     # A block runs twice only on its own stage.
     for place, twice in layout.w.items():
         model.constrain([(1, layout.x[place]), (-1, twice)], low=0)
@@ -186,8 +186,8 @@ def _flow_forward(layout: Layout) -> None:
 def _fill_stages(layout: Layout) -> None:
     """Each stage has a block."""
     for j in range(layout.task.stages):
-        here = _sum(layout.x, ((i, 1) for i in range(len(layout.task.loads))), j)
-        layout.model.constrain(here, low=1)
+        blocks = _sum(layout.x, ((i, 1) for i in range(len(layout.task.loads))), j)
+        layout.model.constrain(blocks, low=1)
 
 
 def _receive_values(layout: Layout) -> None:
@@ -203,9 +203,9 @@ def _receive_values(layout: Layout) -> None:
 
 def _hold_shared(layout: Layout) -> None:
     """A shared tensor is on every rank with a block that uses it."""
-    for (i, j), here in layout.x.items():
+    for (i, j), variable in layout.x.items():
         for item in layout.task.loads[i].shared:
-            layout.model.constrain([(1, layout.u[item, j]), (-1, here)], low=0)
+            layout.model.constrain([(1, layout.u[item, j]), (-1, variable)], low=0)
 
 
 def _limit_memory(layout: Layout) -> None:
@@ -232,16 +232,16 @@ def _hold_moment(layout: Layout, j: int) -> Variable:
     task, model = layout.task, layout.model
     loads = [*task.loads, *filter(None, task.again)]
     moment = model.integer(f"a[{j}]", 0, max(load.moment for load in loads))
-    for (i, at), here in layout.x.items():
+    for (i, at), variable in layout.x.items():
         size = task.loads[i].moment
         if at != j:
             continue
         if (i, j) in layout.w:
             twice = layout.w[i, j]
-            model.constrain([(1, moment), (-size, here), (size, twice)], low=0)
+            model.constrain([(1, moment), (-size, variable), (size, twice)], low=0)
             model.constrain([(1, moment), (-layout.again(i).moment, twice)], low=0)
         elif size:
-            model.constrain([(1, moment), (-size, here)], low=0)
+            model.constrain([(1, moment), (-size, variable)], low=0)
     return moment
 
 
@@ -251,13 +251,13 @@ def _minimize_time(layout: Layout) -> None:
     extra: list[Term] = []
     # No rank takes longer than the slowest.
     for j, rank in enumerate(task.placement):
-        own = [(task.extra[rank][i], twice) for (i, at), twice in layout.w.items() if at == j]
+        again = [(task.extra[rank][i], twice) for (i, at), twice in layout.w.items() if at == j]
         received = _sum(layout.r, enumerate(task.move), j)
-        work = [*_sum(layout.x, enumerate(task.cost[rank]), j), *received, *own]
+        work = [*_sum(layout.x, enumerate(task.cost[rank]), j), *received, *again]
         model.constrain([*work, (-1, slowest)], high=0)
         # Units of a block on this rank beyond those on the rank where it is fastest.
         beyond = [c - least for c, least in zip(task.cost[rank], task.compute, strict=True)]
-        extra += [*received, *own, *_sum(layout.x, enumerate(beyond), j)]
+        extra += [*received, *again, *_sum(layout.x, enumerate(beyond), j)]
     # Nor do the blocks before stage j, or from j on, together (implied; propagation needs it).
     for j in range(1, task.stages):
         behind, before = ({*part} for part in (task.placement[j:], task.placement[:j]))

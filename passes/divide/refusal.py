@@ -34,13 +34,13 @@ def too_little_memory(
     besides = besides or [0] * task.ranks
     room = memory_of[worst] if memory_of else task.room[worst] + besides[worst]
     needed = memory[worst] + besides[worst]
-    given = f"{room:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
+    limit = f"{room:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
     least = f"the least {'that would' if proven else 'found to'} do is {needed:,} bytes"
     fits = "fits" if task.each == 1 else "was found that fits"
     missing = max(1, memory[worst] + besides[worst] - room)
     more = "add stages" if task.each == 1 else "add ranks"
     error = InfeasibleError(
-        f"no division into {task.stages} stages {fits} the memory limit ({given}; {least}"
+        f"no division into {task.stages} stages {fits} the memory limit ({limit}; {least}"
         f"{'' if alike else ', when all limits grow alike'}): {place} {worst} lacks {missing:,} "
         f"bytes. Raise the limit, {more}, or recompute activations. The largest part there is "
         f"{largest.what} ({largest.size:,} bytes)"
@@ -48,9 +48,9 @@ def too_little_memory(
     error.needed = needed
     sizes = [size + more for size, more in zip(memory, besides, strict=True)]
     for rank in sorted(sorted(range(task.ranks), key=sizes.__getitem__)[-SHOWN:]):
-        here = [n for n, j in zip(names, stage_of, strict=True) if task.placement[j] == rank]
+        names_there = [n for n, j in zip(names, stage_of, strict=True) if task.placement[j] == rank]
         taken = f"{place} {rank} takes {sizes[rank]:,} bytes"
-        error.add_note(f"with that limit, {taken}: {_in_short(here)}")
+        error.add_note(f"with that limit, {taken}: {_in_short(names_there)}")
     if task.ranks > SHOWN:
         error.add_note(f"and {task.ranks - SHOWN} more {place}s take less")
     error.add_note("messages on their way come on top")

@@ -133,17 +133,17 @@ def _divide(
 ) -> Iterator[list[tuple[_Way, Variable]]]:
     """Place all blocks on these numbers of alike stages: for each number, every way to run a block
     with the variable that counts such blocks."""
-    found: list[list[tuple[_Way, Variable]]] = [[] for _ in stages]
+    ways_of: list[list[tuple[_Way, Variable]]] = [[] for _ in stages]
     for k, ((letters, ways), count) in enumerate(_kinds(task).items()):
         parts = []
-        for j, own in enumerate(found):
+        for j, choices in enumerate(ways_of):
             for letter, way in zip(letters, ways, strict=True):
                 parts.append(model.continuous(f"{letter}[{k},{j}]"))
-                own.append((way, parts[-1]))
+                choices.append((way, parts[-1]))
         model.constrain([(1, part) for part in parts], count, count)
-    for number, own in zip(stages, found, strict=True):
-        model.constrain([(1, part) for _, part in own], low=number)
-    return iter(found)
+    for number, choices in zip(stages, ways_of, strict=True):
+        model.constrain([(1, part) for _, part in choices], low=number)
+    return iter(ways_of)
 
 
 def _way(load: Load) -> _Way:

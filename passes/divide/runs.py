@@ -47,7 +47,7 @@ class BlockRuns:
     def __init__(self, task: DivisionTask) -> None:
         self._task = task
         self._known: list[list[BlockRun]] = [[] for _ in task.loads]
-        sums = [list(itertools.accumulate(own, initial=0)) for own in task.cost[: task.ranks]]
+        sums = [list(itertools.accumulate(costs, initial=0)) for costs in task.cost[: task.ranks]]
         self._sums = [sums[rank] for rank in task.placement]
         # By block, the values that it reads, each with the block that made or read it before: a
         # run that begins after that one receives the value here.
@@ -128,7 +128,7 @@ def _labels(
                         for x in labels
                     )
                     reached.setdefault(b, []).extend(x for x in longer if is_good(x, j))
-        best = {b: keep(found) for b, found in reached.items() if found}
+        best = {b: keep(candidates) for b, candidates in reached.items() if candidates}
     return best.get(blocks, [])
 
 
@@ -195,8 +195,8 @@ def fastest_runs(task: DivisionTask) -> tuple[StagesTwice, int] | None:
         if first := search(math.inf, cap, one=True):
             below = units_of(first[0]) + 1
             cap = (below - sum(task.compute)) // further if further else math.inf
-            found = [*first, *search(below, cap, one=False)]
-            label = min(found, key=lambda x: (units_of(x), x.squares, _ends(x)))
+            reached = [*first, *search(below, cap, one=False)]
+            label = min(reached, key=lambda x: (units_of(x), x.squares, _ends(x)))
             ends = _ends(label)
             twice: set[int] = set()
             for j, (a, b) in enumerate(itertools.pairwise([0, *ends])):
@@ -222,16 +222,16 @@ def _bounds_of_rest(task: DivisionTask) -> tuple[list[list[int]], list[list[int]
 
 def _lows(slowest: Sequence[Sequence[int]], cap: float) -> list[int]:
     """The least end of each stage if no later rank takes longer than `cap`."""
-    return [bisect.bisect_left(own, True, key=lambda units: units <= cap) for own in slowest]
+    return [bisect.bisect_left(sums, True, key=lambda units: units <= cap) for sums in slowest]
 
 
 def _unbeaten(labels: list[_Label]) -> list[_Label]:
     """The labels that no other dominates in the sum and in the slowest stage."""
-    found: list[_Label] = []
+    unbeaten: list[_Label] = []
     for label in sorted(labels, key=lambda label: label[:3]):
-        if not found or label.largest < found[-1].largest:
-            found.append(label)
-    return found
+        if not unbeaten or label.largest < unbeaten[-1].largest:
+            unbeaten.append(label)
+    return unbeaten
 
 
 def snug(task: DivisionTask) -> int:

@@ -126,12 +126,12 @@ class DivisionTask:
         to run again."""
         again = self.again or [None] * len(self.loads)
         first: dict[Hashable, int] = {}
-        found = []
+        kinds = []
         for i, (load, twice) in enumerate(zip(self.loads, again, strict=True)):
             sizes = [(one.resident, one.saved, one.moment) for one in (load, twice) if one]
-            key = tuple(sizes), tuple(own[i] for own in self.extra[: len(load.by_rank) or 1])
-            found.append(first.setdefault(key, i))
-        return found
+            key = tuple(sizes), tuple(extra[i] for extra in self.extra[: len(load.by_rank) or 1])
+            kinds.append(first.setdefault(key, i))
+        return kinds
 
     @cached_property
     def move(self) -> list[int]:
@@ -181,7 +181,9 @@ class DivisionTask:
         made: list[list[int]] = [[] for _ in self.loads]
         for f, flow in enumerate(self.flows):
             made[flow.producer].append(f)
-        return [[*arriving, *own] for arriving, own in zip(self.arriving, made, strict=True)]
+        return [
+            [*arriving, *leaving] for arriving, leaving in zip(self.arriving, made, strict=True)
+        ]
 
     def under(self, twice: Collection[int]) -> DivisionTask:
         """The task in which these blocks run twice, and no others may."""
@@ -197,8 +199,8 @@ class DivisionTask:
             rank = self.placement[j]
             busy[rank] += self.cost[rank][i] + (self.extra[rank][i] if i in twice else 0)
         for flow, units in zip(self.flows, self.move, strict=True):
-            here = {self.placement[stage_of[q]] for q in flow.consumers}
-            for rank in here - {self.placement[stage_of[flow.producer]]}:
+            receivers = {self.placement[stage_of[q]] for q in flow.consumers}
+            for rank in receivers - {self.placement[stage_of[flow.producer]]}:
                 busy[rank] += units
         return sum(busy) + self.further * max(busy)
 
@@ -215,11 +217,11 @@ class DivisionTask:
 def _worth(least: Sequence[int], costs: Sequence[Sequence[int]]) -> list[int | Fraction]:
     """For each rank's costs, the most units of `least` that it does in one unit of time."""
     known: dict[tuple[int, ...], int | Fraction] = {}  # many ranks are alike
-    for own in map(tuple, costs):
-        if own not in known:
-            pairs = zip(least, own, strict=True)
-            known[own] = max((Fraction(a, b) for a, b in pairs if b), default=1)
-    return [known[tuple(own)] for own in costs]
+    for times in map(tuple, costs):
+        if times not in known:
+            pairs = zip(least, times, strict=True)
+            known[times] = max((Fraction(a, b) for a, b in pairs if b), default=1)
+    return [known[tuple(times)] for times in costs]
 
 
 def check_task(task: DivisionTask) -> None:
@@ -272,12 +274,12 @@ def _faults(task: DivisionTask) -> Iterator[str]:
             )
     if not all(limit >= 1 for limit in task.limits):
         yield f"a memory limit must be at least 1 byte ({min(task.limits):g} given)"
-    if any(len(own) != task.ranks for own in _by_rank(task)):
+    if any(len(times) != task.ranks for times in _by_rank(task)):
         yield f"seconds by rank need one for each of the {task.ranks} ranks, or none"
     if any(load.by_rank and load.seconds != min(load.by_rank) for load in task.loads):
         yield "the seconds of a block must be the least of its seconds by rank"
     seconds = [load.seconds for load in task.loads] + [flow.seconds for flow in task.flows]
-    seconds += [second for own in _by_rank(task) for second in own]
+    seconds += [second for times in _by_rank(task) for second in times]
     if not all(0 <= value < math.inf for value in seconds):
         yield f"seconds must be finite and not negative ({min(seconds)} to {max(seconds)} given)"
     for flow in task.flows:

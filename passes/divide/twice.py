@@ -71,7 +71,7 @@ def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
     for t, kind in enumerate(kinds):
         if kind.again is not None:
             groups.setdefault((kind.again, kind.freed), []).append(t)
-    ends = tuple(1 + sum(kinds[t].blocks for t in own) for own in groups.values())
+    ends = tuple(1 + sum(kinds[t].blocks for t in members) for members in groups.values())
     if math.prod(ends) > CHOICES:
         return _solved(kinds, over)
     counts, seconds = _ranked(ends, tuple(again for again, _ in groups))
@@ -86,14 +86,14 @@ def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
         fitting = np.flatnonzero(room[:best] >= a)
         if not fitting.size:
             break  # a higher one leaves less room
-        must = [[t for t in own if kinds[t].moment > a] for own in groups.values()]
-        able = [[t for t in own if kinds[t].moment_again <= a] for own in groups.values()]
-        if any(not {*here} <= {*may} for here, may in zip(must, able, strict=True)):
+        must = [[t for t in members if kinds[t].moment > a] for members in groups.values()]
+        able = [[t for t in members if kinds[t].moment_again <= a] for members in groups.values()]
+        if any(not {*forced} <= {*may} for forced, may in zip(must, able, strict=True)):
             continue
-        low, high = ([sum(kinds[t].blocks for t in own) for own in x] for x in (must, able))
-        found = fitting[((counts[fitting] >= low) & (counts[fitting] <= high)).all(axis=1)]
-        if found.size:
-            best = int(found[0])
+        low, high = ([sum(kinds[t].blocks for t in members) for members in x] for x in (must, able))
+        choices = fitting[((counts[fitting] >= low) & (counts[fitting] <= high)).all(axis=1)]
+        if choices.size:
+            best = int(choices[0])
             taken = _spread(kinds, counts[best].tolist(), must, able)
     return Choice(int(seconds[best]), taken) if best < len(counts) else None
 
@@ -179,22 +179,22 @@ def spared(task: DivisionTask, stage_of: Sequence[int]) -> frozenset[int] | None
     """
     blocks = blocks_on(stage_of, task.stages)
     received = received_on(task.flows, stage_of, task.placement)
-    found: set[int] = set()
+    chosen: set[int] = set()
     for rank, stages in enumerate(task.on):
         alike: dict[tuple[int, int], list[int]] = {}  # blocks by kind and place of their stage
         for i, place in sorted((i, place) for place, j in enumerate(stages) for i in blocks[j]):
             alike.setdefault((task.kind_of[i], place), []).append(i)
         vectors = task.held[rank]
         groups = [
-            (kind, len(own), [vector[place] for vector in vectors])
-            for (kind, place), own in alike.items()
+            (kind, len(members), [vector[place] for vector in vectors])
+            for (kind, place), members in alike.items()
         ]
-        here, values = [blocks[j] for j in stages], [received[j] for j in stages]
-        besides = task.room[rank] + max(task.loads[i].moment for own in here for i in own)
-        over = [size - besides for size in sizes(task.loads, here, values, vectors)]
+        blocks_of, values = [blocks[j] for j in stages], [received[j] for j in stages]
+        besides = task.room[rank] + max(task.loads[i].moment for b in blocks_of for i in b)
+        over = [size - besides for size in sizes(task.loads, blocks_of, values, vectors)]
         choice = cheapest_of(task, rank, groups, over)
         if choice is None:
             return None
-        for count, own in zip(choice.counts, alike.values(), strict=True):
-            found.update(own[:count])
-    return frozenset(found)
+        for count, members in zip(choice.counts, alike.values(), strict=True):
+            chosen.update(members[:count])
+    return frozenset(chosen)

@@ -91,8 +91,8 @@ def search(
     """
     _check(start, limits)
     placements = dict.fromkeys(schedule.placement for schedule in start)
-    given = tuple(costs), tuple(messages), tuple(limits), start[0].microbatches
-    each = [SearchTask(placement, *given) for placement in placements]
+    inputs = tuple(costs), tuple(messages), tuple(limits), start[0].microbatches
+    each = [SearchTask(placement, *inputs) for placement in placements]
     tasks = [task for task in each if not _lacking(task)]
     if not tasks:
         raise _refusal(each[0])
@@ -101,11 +101,11 @@ def search(
     schedule = best.schedule if best.words is None else merged(*best.words)
     if schedule is None:
         raise _refusal(tasks[0])
-    found = Schedule("search", schedule.placement, schedule.orders)
-    step_time = timing(found, costs, messages).step_time
+    searched = Schedule("search", schedule.placement, schedule.orders)
+    step_time = timing(searched, costs, messages).step_time
     bound = min(step_time, *bounds)
     status: Status = "optimal" if relative_gap(step_time, bound) <= PROVEN else "feasible"
-    return SearchResult(found, step_time, bound, status)
+    return SearchResult(searched, step_time, bound, status)
 
 
 def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:
@@ -186,8 +186,8 @@ def _shorter(one: Walked | None, other: Walked | None) -> Walked | None:
 def _starts(task: SearchTask, start: Sequence[Schedule]) -> list[list[Word]]:
     """The orders to anneal: the shortest of the given schedules that fit, or, where none does, one
     micro-batch after the other."""
-    given = [task.words(s) for s in start if s.placement == task.placement]
-    fitting = [words for words in given if task.has_rooms(words)]
+    candidates = [task.words(s) for s in start if s.placement == task.placement]
+    fitting = [words for words in candidates if task.has_rooms(words)]
     return sorted(fitting or [task.one_at_a_time()], key=task.step_time)[:NAMED]
 
 

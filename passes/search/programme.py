@@ -128,8 +128,8 @@ def _remember(draft: _Draft) -> None:
         for j in stages:
             together = int(task.rooms[rank] // task.sizes[j]) if task.sizes[j] else m
             for i in range(m - together):
-                given = draft.number[last[j] * m + i]
-                draft.agenda.after(given, draft.number[3 * j * m + i + together])
+                number = draft.number[last[j] * m + i]
+                draft.agenda.after(number, draft.number[3 * j * m + i + together])
         room = task.rooms[rank]
         if len(stages) > 1 and m * sum(task.sizes[j] for j in stages) > room:
             draft.agenda.store(

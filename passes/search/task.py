@@ -56,12 +56,12 @@ class SearchTask:
     @cached_property
     def durations(self) -> tuple[float, ...]:
         """Seconds of an action, by class."""
-        found = []
+        durations = []
         for j, cost in enumerate(self.costs):
             parted = self.is_parted(j)
             back = cost.seconds(Kind.BACKWARD_INPUT) if parted else cost.backward
-            found += [cost.forward, back, cost.weight if parted else 0.0]
-        return tuple(found)
+            durations += [cost.forward, back, cost.weight if parted else 0.0]
+        return tuple(durations)
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -82,23 +82,23 @@ class SearchTask:
     @cached_property
     def received(self) -> tuple[int, ...]:
         """By stage, the bytes of the values that it receives for its rank."""
-        found = [0] * len(self.costs)
+        nbytes = [0] * len(self.costs)
         for message in self.messages:
             for rank in {self.placement[j] for j in message.targets}:
                 if rank != self.placement[message.source]:
                     first = min(j for j in message.targets if self.placement[j] == rank)
-                    found[first] += message.nbytes
-        return tuple(found)
+                    nbytes[first] += message.nbytes
+        return tuple(nbytes)
 
     @cached_property
     def changes(self) -> tuple[int, ...]:
         """By class, the bytes that an action allocates, negative if it frees them."""
-        found = []
+        changes = []
         for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True)):
             left = self.left(j) if self.is_parted(j) else 0
             size = cost.saved + copies
-            found += [size, left - size, -left]
-        return tuple(found)
+            changes += [size, left - size, -left]
+        return tuple(changes)
 
     @cached_property
     def momentary(self) -> bool:
@@ -125,11 +125,11 @@ class SearchTask:
     @cached_property
     def makers(self) -> dict[int, list[int]]:
         """By row of a message, the classes that it waits for."""
-        found: dict[int, list[int]] = {}
+        makers: dict[int, list[int]] = {}
         for kind, sends in enumerate(self.pipeline.sends):
             for sent in sends:
-                found.setdefault(sent.row, []).append(kind)
-        return found
+                makers.setdefault(sent.row, []).append(kind)
+        return makers
 
     def left(self, stage: int) -> int:
         """Bytes that a micro-batch takes between the two parts of its backward."""
@@ -174,9 +174,9 @@ class SearchTask:
                 kind * self.microbatches + i
                 for i in range(self.microbatches)
                 for kind in steps
-                if kind in own
+                if kind in kinds
             ]
-            for own in map(set, self.classes)
+            for kinds in map(set, self.classes)
         ]
 
     def step_time(self, words: Sequence[Word]) -> float:

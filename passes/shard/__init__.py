@@ -133,15 +133,15 @@ def _fitting(
     first, *more = tries
     rest = [(first, 1.0), *((again, part) for again in more)]
     for number, ways in enumerate(([(first, part)], rest, [(again, 1.0) for again in more])):
-        found: list[tuple[float, BuiltProgramme, Answer]] = []
+        answers: list[tuple[float, BuiltProgramme, Answer]] = []
         for again, filled in ways:
             programme, solver = built(again)
             with suppress(InfeasibleError):
                 answer = solver.within(filled)
                 seconds = answer.solution.objective * (AGAIN if again else 1)
-                found.append((seconds, programme, answer))
-        if found:
-            _, programme, answer = min(found, key=itemgetter(0))
+                answers.append((seconds, programme, answer))
+        if answers:
+            _, programme, answer = min(answers, key=itemgetter(0))
             return programme, answer, number > 0 or answer.is_short
     programme, solver = built(tries[-1])
     try:

@@ -280,13 +280,13 @@ class ProgrammeSolver:
         sums = [self.bytes]
         for number, block in enumerate(self.data.blocks):
             sums.append([*self.bytes, *self._held(number, block)])
-        found = []
+        rows = []
         for terms in sums:
             total: dict[Variable, float] = {}
             for count, variable in terms:
                 total[variable] = total.get(variable, 0.0) + count
-            found.append(tuple((count, variable) for variable, count in total.items()))
-        return found
+            rows.append(tuple((count, variable) for variable, count in total.items()))
+        return rows
 
     def _held(self, number: int, block: BlockBytes) -> Iterator[Term]:
         """The bytes of a block that runs again."""
@@ -315,8 +315,8 @@ def fits(data: Programme, answer: Answer, budget: float) -> bool:
     is_due, choices = due(data, answer.choices), answer.choices
 
     def held(block: BlockBytes) -> float:
-        own = sum(nbytes[choices[decision]] for decision, nbytes in block.decisions)
-        return own + sum(cost.nbytes for cost in filter(is_due, block.shared))
+        decided = sum(nbytes[choices[decision]] for decision, nbytes in block.decisions)
+        return decided + sum(cost.nbytes for cost in filter(is_due, block.shared))
 
     most = max(map(held, data.blocks), default=0.0) * data.weight
     return answer.nbytes + most <= budget

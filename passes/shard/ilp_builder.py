@@ -445,10 +445,12 @@ class _ProgrammeBuilder:
                 for place, group in enumerate(self.candidates.groups)
                 if self.folded.home[group.members[0].node] == number
             ]
-            own = (shared for shared in self.conversions.values() if shared.template == number)
-            found = [cost for shared in own for cost in self._saved_converted(shared)]
-            found += [cost for node in template.first.nodes for cost in self._saved_as_made(node)]
-            yield BlockBytes(tuple(groups), tuple(found))
+            conversions = (
+                shared for shared in self.conversions.values() if shared.template == number
+            )
+            saved = [cost for shared in conversions for cost in self._saved_converted(shared)]
+            saved += [cost for node in template.first.nodes for cost in self._saved_as_made(node)]
+            yield BlockBytes(tuple(groups), tuple(saved))
 
     def _saved_converted(self, shared: _SharedConversions) -> Iterator[SharedCost]:
         """The values that a block saves as it converts them."""

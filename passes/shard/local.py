@@ -26,7 +26,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
     Raises PlanError for a vocabulary or a sharding that the graph cannot have.
     """
     level = problem.options.zero if plan.zero is None else plan.zero
-    given = problem
+    original = problem
     # Graphs and costs are the same at every level.
     problem = whole = problem.selectively(False).at_zero("auto")
     choice, n = plan.vocabulary, plan.mesh.tensor
@@ -46,7 +46,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
 
         problem = unsplit.once(key, sharded)
     # The cached problem may be that of a caller with other options.
-    problem = dataclasses.replace(problem, options=given.options, explain=given.explain)
+    problem = dataclasses.replace(problem, options=original.options, explain=original.explain)
     return problem.selectively(plan.selective, offload=plan.offload).at_zero(level)
 
 

@@ -131,12 +131,12 @@ class ShardCosts:
         ranks (`apart` is their number) divide all of it but the kernels' launches.
         """
         n, exchange, (result,) = self.n, ring_exchange(call, self.n), call.results
-        own, wide = result.itemsize, max(4, result.itemsize)
-        numbers = nbytes_of(result) / own / n
+        itemsize, wide = result.itemsize, max(4, result.itemsize)
+        numbers = nbytes_of(result) / itemsize / n
         going_round, total = sum(nbytes for _, nbytes in exchange.forward) / n, 0.0
         directions = (
-            (exchange.forward, forward, (4 * wide + own) * numbers),
-            (exchange.backward, backward, (2 * wide + own) * numbers + 6 * going_round),
+            (exchange.forward, forward, (4 * wide + itemsize) * numbers),
+            (exchange.backward, backward, (2 * wide + itemsize) * numbers + 6 * going_round),
         )
         for actions, work, moved in directions:
             merging = Operation("merge", "other", 0.0, moved, torch.float32)

@@ -33,9 +33,9 @@ def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if optimizers:
         groups = _groups([item["groups"] for item in optimizers])
         stepping = [one for one in optimizers if any(x["names"] for x in one["groups"])]
-        own = stepping[0]["own"] if stepping else []
-        if any(item["own"] != own for item in stepping):
-            names = ", ".join(repr(key) for key, _ in own)
+        named = stepping[0]["own"] if stepping else []
+        if any(item["own"] != named for item in stepping):
+            names = ", ".join(repr(key) for key, _ in named)
             message = (
                 f"states of the optimizer that belong to no parameter ({names}) differ between "
                 "ranks, and a checkpoint has one for all: save with optimizer=False"
@@ -43,7 +43,7 @@ def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             raise InputError(message)
         values = {n: v for item in reversed(optimizers) for n, v in item["values"].items()}
         kind = optimizers[0]["kind"]
-        together["optimizer"] = {"kind": kind, "groups": groups, "values": values, "own": own}
+        together["optimizer"] = {"kind": kind, "groups": groups, "values": values, "own": named}
     extras = [item["extra"] for item in facts if "extra" in item]
     together["extra"] = {
         name: states[:1] if all(state == states[0] for state in states) else states
@@ -58,8 +58,8 @@ def _groups(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     options differ from an earlier rank's is appended separately."""
     groups: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    for own in ranks:
-        for number, group in enumerate(own):
+    for on_rank in ranks:
+        for number, group in enumerate(on_rank):
             if number == len(groups):
                 groups.append({"names": [], "options": group["options"]})
             known = groups[number]
@@ -107,8 +107,8 @@ def option(value: object, place: str) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         return {"scalar": value.item(), "dtype": dtype, "cpu": value.device.type == "cpu"}
     tensors: dict[str, torch.Tensor] = {}
-    found = encoded(value, tensors, place)
-    return _refused(place) if tensors else found
+    encoding = encoded(value, tensors, place)
+    return _refused(place) if tensors else encoding
 
 
 def _refused(place: str) -> Any:
@@ -195,8 +195,8 @@ _MARKS = frozenset(("bytes", "tensor", "tuple", "dict"))
 
 def _kept(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
     """Store a tensor under a digest of its contents, equal ones once. Returns the digest."""
-    own = in_memory(tensor.detach().cpu()).clone()
-    described = f"{own.dtype} {tuple(own.shape)}".encode()
-    digest = hashlib.sha256(described + raw(own)).hexdigest()[:32]
-    tensors[digest] = own
+    copy = in_memory(tensor.detach().cpu()).clone()
+    described = f"{copy.dtype} {tuple(copy.shape)}".encode()
+    digest = hashlib.sha256(described + raw(copy)).hexdigest()[:32]
+    tensors[digest] = copy
     return digest

@@ -74,8 +74,8 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """The names of the model's state dict that it has, sorted."""
-        found = (key.partition("/") for key in self.entries)
-        return sorted(name for kind, _, name in found if kind == "model")
+        keys = (key.partition("/") for key in self.entries)
+        return sorted(name for kind, _, name in keys if kind == "model")
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor into `target`, from whatever pieces are stored.
@@ -89,16 +89,16 @@ class Checkpoint:
         """The stored pieces of a box of a tensor: the file of each, and what it has of the box.
         Raises InputError as `read` does."""
         entry = self.entries[name]
-        found = [
+        pieces = [
             (self._file(stored, entry), stored, common)
             for stored in entry.pieces
             if (common := box.overlap(stored.box)).count
         ]
-        count = sum(common.count for _, _, common in found)
+        count = sum(common.count for _, _, common in pieces)
         if count != box.count:
             message = f"{self.path} has not all of {name!r} ({count} of {box.count} elements)"
             raise InputError(message)
-        return found
+        return pieces
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor."""
@@ -211,28 +211,28 @@ def _is_sound_group(group: object) -> bool:
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of a name. Raises ValueError for anything else."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         message = f"{name!r} is no dtype"
         raise ValueError(message)
-    return found
+    return dtype
 
 
 def json_of(path: Path, advice: str = ADVICE) -> dict[str, Any]:
     """The contents of a JSON file. Raises InputError, with `advice` where it is damaged."""
     check_no_pipe(path)
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         message = f"{path.parent} is no checkpoint: cannot read {path.name} ({error.strerror})"
         raise InputError(message) from error
     except (ValueError, RecursionError) as error:
         message = f"{path} is damaged: {advice}"
         raise InputError(message) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         message = f"{path} is damaged: {advice}"
         raise InputError(message)
-    return found
+    return content
 
 
 def damaged(path: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -249,11 +249,11 @@ def damaged(path: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, the newest last: in the order they were written in."""
-    found = []
+    checkpoints = []
     for item in _named(folder):
         with suppress(InputError):
-            found.append((_serial(item), item.name, item))
-    return [item for _, _, item in sorted(found)]
+            checkpoints.append((_serial(item), item.name, item))
+    return [item for _, _, item in sorted(checkpoints)]
 
 
 def begun(folder: Path) -> bool:
@@ -266,20 +266,24 @@ def find(folder: Path) -> Path:
     and where one of a later step is damaged (it was complete once)."""
     if (folder / SUMS).is_file() and (folder / FACTS).is_file():
         return folder
-    found = complete(folder)
-    last = _order(found[-1]) if found else (-1, 0)
-    damaged = [item for item in _named(folder) if item not in found and _order(item) > last]
+    checkpoints = complete(folder)
+    last = _order(checkpoints[-1]) if checkpoints else (-1, 0)
+    damaged = [item for item in _named(folder) if item not in checkpoints and _order(item) > last]
     if damaged:
         worst = max(damaged, key=_order)
-        advice = f"give {found[-1]} to go on from that" if found else "restore it from a copy"
+        advice = (
+            f"give {checkpoints[-1]} to go on from that"
+            if checkpoints
+            else "restore it from a copy"
+        )
         message = f"{worst} is damaged ({FACTS} is not as {SUMS} says): {advice}"
         raise InputError(message)
-    if not found:
+    if not checkpoints:
         reason = "there is no complete one" if folder.is_dir() else "it is not a folder"
         reason = reason if folder.exists() else "there is no such folder"
         message = f"no checkpoint in {folder} ({reason})"
         raise InputError(message)
-    return found[-1]
+    return checkpoints[-1]
 
 
 def _named(folder: Path) -> list[Path]:
@@ -376,9 +380,9 @@ def sync(folder: Path) -> None:
 
 def index(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """The index of all tensors, from the descriptions of each file's tensors."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for file, tensors in parts:
         for name, item in tensors.items():
-            entry = found.setdefault(name, {**item, "pieces": []})
+            entry = entries.setdefault(name, {**item, "pieces": []})
             entry["pieces"] += [[file, *piece] for piece in item["pieces"]]
-    return dict(sorted(found.items()))
+    return dict(sorted(entries.items()))

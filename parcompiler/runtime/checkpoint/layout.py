@@ -66,31 +66,31 @@ class RankLayout:
             held, around = held.view(like.shape), Box.whole(like.shape)
         else:
             around = Box.whole(like.shape).narrowed(0, rows.start, rows.size)
-        found = []
+        parts = []
         for box, local in self.boxes(name, like):
             common = local.overlap(around)
             if common.count or not box.count:
                 place = common.within(local)
                 offsets = (a + b for a, b in zip(box.offsets, place.offsets, strict=True))
                 part = common.within(around).of(held)
-                found.append(Part(Box(tuple(offsets), common.sizes), part))
-        return found
+                parts.append(Part(Box(tuple(offsets), common.sizes), part))
+        return parts
 
     def boxes(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
         """The boxes of the whole tensor that this rank holds, and where they lie in its own
         tensor."""
-        found = self._boxes_of_tensor_rank(name, like)
+        boxes = self._boxes_of_tensor_rank(name, like)
         if not self._is_of_experts(name):
-            return found
+            return boxes
         first = self._program.own_experts(name).start
         return [
             (Box((first + box.offsets[0], *box.offsets[1:]), box.sizes), local)
-            for box, local in found
+            for box, local in boxes
         ]
 
     def _boxes_of_tensor_rank(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
         """The same boxes if this rank held all experts."""
-        own = Box.whole(like.shape)
+        whole = Box.whole(like.shape)
         if name in self._program.rows:
             dim, span = self._rows.place(name, like)
             spans: Sequence[Span] = [span]
@@ -98,15 +98,15 @@ class RankLayout:
             shard, tensor = self._program.shards[name], self._program.coordinate.tensor
             dim, spans = shard.dim, shard.spans(self._program.tensor, tensor)
         else:
-            return [(own, own)]
-        found, start = [], 0
+            return [(whole, whole)]
+        boxes, start = [], 0
         for span in spans:
             if span.size:
-                local = own.narrowed(dim, start, span.size)
-                offsets = (*own.offsets[:dim], span.start, *own.offsets[dim + 1 :])
-                found.append((Box(offsets, local.sizes), local))
+                local = whole.narrowed(dim, start, span.size)
+                offsets = (*whole.offsets[:dim], span.start, *whole.offsets[dim + 1 :])
+                boxes.append((Box(offsets, local.sizes), local))
             start += span.size
-        return found
+        return boxes
 
     def _is_of_experts(self, name: str) -> bool:
         return name in self._program.experts and self._program.expert > 1
@@ -124,7 +124,7 @@ class RankLayout:
         data ranks: those of data rank 0 are the model's. `alone` are the keys that no other data
         rank holds."""
         at, program = self._program.coordinate, self._program
-        found: dict[str, list[Part]] = {}
+        parts_of: dict[str, list[Part]] = {}
         groups: dict[tuple[bool, bool, int], dict[str, Sequence[Part]]] = {}
         for key, parts in held.items():
             name = base(key)
@@ -140,8 +140,8 @@ class RankLayout:
             if data == 0 or place < count:
                 ranks = dealt(group, max(1, count) * tensor)
                 for key, part in ranks[(place if data else 0) * tensor + index]:
-                    found.setdefault(key, []).append(part)
-        return found
+                    parts_of.setdefault(key, []).append(part)
+        return parts_of
 
     def _is_sharded(self, name: str) -> bool:
         return name in self._program.shards and self._program.tensor > 1
@@ -163,11 +163,11 @@ def dealt(sizes: Mapping[str, Sequence[Part]], ranks: int) -> list[list[tuple[st
     fair = max(SMALL, sum(_bytes(part) for _, part in whole) // ranks)
     cut = [(name, part) for name, one in whole for part in _cut(one, fair)]
     cut.sort(key=lambda item: (-_bytes(item[1]), item[0], item[1].box.offsets))
-    found: list[list[tuple[str, Part]]] = [[] for _ in range(ranks)]
+    dealt_to: list[list[tuple[str, Part]]] = [[] for _ in range(ranks)]
     homes = pieces.dealt({str(k): _bytes(part) for k, (_, part) in enumerate(cut)}, ranks)
     for k, rank in homes.items():
-        found[rank].append(cut[int(k)])
-    return found
+        dealt_to[rank].append(cut[int(k)])
+    return dealt_to
 
 
 def _cut(part: Part, fair: int) -> Iterator[Part]:

@@ -60,13 +60,13 @@ class Pretrained:
 
     def _file(self, name: str) -> File:
         """The file of a tensor, opened once."""
-        found = self.files[name]
-        if found not in self.opened:
-            self.opened[found] = File(self.path / found)
-        if name not in self.opened[found].names():
-            message = f"{self.path / found} lacks {name!r}, which {INDEX} says it has"
+        file_name = self.files[name]
+        if file_name not in self.opened:
+            self.opened[file_name] = File(self.path / file_name)
+        if name not in self.opened[file_name].names():
+            message = f"{self.path / file_name} lacks {name!r}, which {INDEX} says it has"
             raise InputError(message)
-        return self.opened[found]
+        return self.opened[file_name]
 
 
 def opened(folder: Path) -> Pretrained:
@@ -153,10 +153,10 @@ def _place(name: str, known: Collection[str]) -> Place | None:
 
 def grouped(mapping: Mapping[str, Place]) -> dict[str, list[str]]:
     """The published tensors by the tensor of the model that they are parts of."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for stored, place in mapping.items():
-        found.setdefault(place.name, []).append(stored)
-    return found
+        groups.setdefault(place.name, []).append(stored)
+    return groups
 
 
 def boxes(
@@ -164,8 +164,8 @@ def boxes(
 ) -> list[tuple[str, Box]]:
     """The box of each published tensor within the model's tensor of this shape. Raises InputError
     when they do not cover it."""
-    found = [(key, mapping[key].box(shape)) for key in stored]
-    for key, box in found:
+    pairs = [(key, mapping[key].box(shape)) for key in stored]
+    for key, box in pairs:
         sizes = box.sizes if mapping[key].expert is None else box.sizes[1:]
         if source.shape(key) != tuple(sizes) or not box.fits(shape):
             message = (
@@ -173,10 +173,10 @@ def boxes(
                 f"{source.shape(key)} stored as {key!r})"
             )
             raise InputError(message)
-    if sum(box.count for _, box in found) != Box.whole(shape).count:
+    if sum(box.count for _, box in pairs) != Box.whole(shape).count:
         message = f"{mapping[stored[0]].name!r} lacks experts ({len(stored)} tensors stored)"
         raise InputError(message)
-    return found
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,9 @@ class PublishedFiles:
             groups[-1].append(name)
             full += count
         n = len(groups)
-        files = {f"model-{k:05d}-of-{n:05d}.safetensors": own for k, own in enumerate(groups, 1)}
+        files = {
+            f"model-{k:05d}-of-{n:05d}.safetensors": names for k, names in enumerate(groups, 1)
+        }
         return cls(checkpoint, dtype, files if n > 1 else {FILE: groups[0]})
 
     def write(self, folder: Path, part: int = 0, parts: int = 1) -> None:

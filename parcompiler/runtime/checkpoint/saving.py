@@ -144,7 +144,7 @@ class Checkpoints:
         """Try whether `save` could write: each rank writes an empty file into a hidden folder of
         rank 0, and all is removed. A collective that raises InputError on all ranks where one
         cannot."""
-        rank, what = self._program.rank, f"cannot save into {folder}"
+        rank, failure = self._program.rank, f"cannot save into {folder}"
 
         def begin() -> str:
             if rank:
@@ -156,9 +156,9 @@ class Checkpoints:
             _check_seen(hidden)
             folders.write(hidden / str(rank), b"")
 
-        hidden = folder / self._agreed(begin, what)[0]
+        hidden = folder / self._agreed(begin, failure)[0]
         try:
-            self._agreed(lambda: write_nothing(hidden), what)
+            self._agreed(lambda: write_nothing(hidden), failure)
         finally:
             if rank == 0:
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -169,19 +169,19 @@ class Checkpoints:
         then."""
         self.finish()
         program = self._program
-        what = f"cannot load {folder}"
+        failure = f"cannot load {folder}"
 
         def find() -> str:
             return "" if program.rank else str(folders.find(folder).relative_to(folder))
 
-        path = folder / self._agreed(find, what)[0]
+        path = folder / self._agreed(find, failure)[0]
 
         def check() -> Any:
             faults = folders.damaged(path, program.rank, program.size)
             if faults:
                 raise InputError("\n".join(f"{fault}: {ADVICE}" for fault in faults))
 
-        self._agreed(check, what)
+        self._agreed(check, failure)
 
         members = self._members()
 
@@ -190,9 +190,9 @@ class Checkpoints:
             restored = self._state.restored(checkpoint, members, optimizer=optimizer)
             return checkpoint, restored, {x: extra_of(checkpoint, x, program) for x in extra}
 
-        checkpoint, restored, states = self._on_rank(plan, what)
+        checkpoint, restored, states = self._on_rank(plan, failure)
         self.conclude(dict.fromkeys(checkpoint.names), restored.faults, strict=True)
-        self._agreed(lambda: self._state.apply(checkpoint, restored, optimizer=optimizer), what)
+        self._agreed(lambda: self._state.apply(checkpoint, restored, optimizer=optimizer), failure)
         others = ", ".join(checkpoint.facts["extra"].keys() - extra.keys())
         if others and optimizer and program.rank == 0:
             text = f"the checkpoint has extra states that load was not given objects for: {others}"
@@ -210,14 +210,14 @@ class Checkpoints:
         """Load published weights. Returns missing and unexpected names, and the names of this
         rank's tensors that were loaded. A collective that raises InputError on all ranks, and
         changes nothing then."""
-        program, what = self._program, f"cannot load {folder}"
+        program, failure = self._program, f"cannot load {folder}"
 
-        source = self._on_rank(lambda: published.opened(folder), what)
+        source = self._on_rank(lambda: published.opened(folder), failure)
         mapping = published.renamed(source.files, self._first().keys() | program.aliases.keys())
-        copies, faults = self._on_rank(lambda: self._state.published(source, mapping), what)
+        copies, faults = self._on_rank(lambda: self._state.published(source, mapping), failure)
         stored = dict.fromkeys(mapping[name].name for name in source.files)
         keys = self.conclude(stored, faults, strict=strict)
-        self._agreed(lambda: self._state.copy(source, chain(*copies.values())), what)
+        self._agreed(lambda: self._state.copy(source, chain(*copies.values())), failure)
         return keys, set(copies)
 
     def gather(self, *, gradients: bool = False) -> dict[str, torch.Tensor] | None:
@@ -225,13 +225,13 @@ class Checkpoints:
         None elsewhere. A collective."""
         state, wholes = self._state, dict[str, torch.Tensor]()
         dealt = self._dealt(state.gradients() if gradients else state.tensors(optimizer=False))
-        own = [
+        parts = [
             ([key, item.shape, part.box.offsets, part.box.sizes], part.tensor)
             for key, item in dealt.items()
             for part in item.parts
         ]
         missing = Counter[str]()
-        for (key, shape, offsets, sizes), tensor in self._channels.collect(own):
+        for (key, shape, offsets, sizes), tensor in self._channels.collect(parts):
             name, box = base(key), Box(tuple(offsets), tuple(sizes))
             if name not in wholes:
                 wholes[name] = torch.empty(shape, dtype=tensor.dtype)
@@ -246,21 +246,21 @@ class Checkpoints:
         self, folder: Path, config: Any, *, dtype: torch.dtype | None, size: int
     ) -> None:
         """Write weights for others to read. A collective that raises InputError on all ranks."""
-        program, what = self._program, "cannot write the weights"
-        given = None if program.rank else config  # rank 0 writes it
-        config = self._on_rank(lambda: published.configuration(given), what)
+        program, failure = self._program, "cannot write the weights"
+        settings = None if program.rank else config  # rank 0 writes it
+        config = self._on_rank(lambda: published.configuration(settings), failure)
         pieces = folder / ".pieces"
         path = self.save(pieces, {}, asynchronous=False, keep=None, optimizer=False)
         try:
-            checkpoint = self._on_rank(lambda: folders.read(path), what)
+            checkpoint = self._on_rank(lambda: folders.read(path), failure)
             shards = published.PublishedFiles.of(checkpoint, size, dtype)
 
             def publish() -> None:
                 if program.rank == 0:
                     shards.publish(folder, config)
 
-            self._agreed(lambda: shards.write(folder, program.rank, program.size), what)
-            self._agreed(publish, what)
+            self._agreed(lambda: shards.write(folder, program.rank, program.size), failure)
+            self._agreed(publish, failure)
         finally:
             if program.rank == 0:
                 shutil.rmtree(pieces, ignore_errors=True)
@@ -299,7 +299,7 @@ class Checkpoints:
         """The run has failed: no longer wait for checkpoints."""
         self._stopped.set()
 
-    def _agreed(self, work: Callable[[], Any], what: str) -> list[Any]:
+    def _agreed(self, work: Callable[[], Any], failure: str) -> list[Any]:
         """The results of every rank's `work` (JSON-able), by rank. Raises InputError on all ranks
         when it fails on any."""
         fault, value = _tried(work)
@@ -311,13 +311,13 @@ class Checkpoints:
         }
         if faults:
             lines = [f"rank {rank}: {line}" for line, rank in sorted(faults.items())]
-            raise InputError("\n".join([f"{what}:", *lines]))
+            raise InputError("\n".join([f"{failure}:", *lines]))
         return [answer["value"] for answer in answers]
 
-    def _on_rank(self, work: Callable[[], T], what: str) -> T:
+    def _on_rank(self, work: Callable[[], T], failure: str) -> T:
         """The result of `work` on this rank; raises as `_agreed` does."""
         values: list[T] = []
-        self._agreed(lambda: values.append(work()), what)
+        self._agreed(lambda: values.append(work()), failure)
         return values[0]
 
     def _to_write(
@@ -353,7 +353,7 @@ class Checkpoints:
     def _members(self) -> list[list[str]]:
         """The names of the parameters in each group of the optimizer, of all ranks."""
         ranks = self._channels.gather_values(self._state.members())
-        return [[*dict.fromkeys(chain(*own))] for own in zip_longest(*ranks, fillvalue=())]
+        return [[*dict.fromkeys(chain(*names))] for names in zip_longest(*ranks, fillvalue=())]
 
     def _first(self) -> Mapping[str, int]:
         """The first pipeline coordinate that holds each tensor of the model; ranks ask each other

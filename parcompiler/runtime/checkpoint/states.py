@@ -124,9 +124,10 @@ class RankState:
 
     def gradients(self) -> dict[str, StoredTensor]:
         """The gradients that this rank holds a part of, by the keys of their tensors."""
-        found = self.updates.gradients().items()
+        gradients = self.updates.gradients().items()
         return {
-            f"gradient/{n}": StoredTensor(self._shape(n), LIKE, self._parts(n, g)) for n, g in found
+            f"gradient/{n}": StoredTensor(self._shape(n), LIKE, self._parts(n, g))
+            for n, g in gradients
         }
 
     def apart(self, *, optimizer: bool = True) -> dict[str, StoredTensor]:
@@ -167,7 +168,7 @@ class RankState:
         return {name: digest_of([tensor]) for name, tensor in tensors.items()}
 
     def differing(
-        self, here: Mapping[str, int], there: Mapping[str, int], first: Mapping[str, int]
+        self, current: Mapping[str, int], stored: Mapping[str, int], first: Mapping[str, int]
     ) -> dict[str, StoredTensor]:
         """The untrained tensors that differ from those of data rank 0, by the digests of both;
         `first` is the first pipeline coordinate that holds a tensor."""
@@ -176,7 +177,7 @@ class RankState:
             f"data {at.data}/{name}": StoredTensor(self._shape(name), "", self._parts(name, tensor))
             for name, tensor in self.untrained().items()
             if at.data
-            and here[name] != there[name]
+            and current[name] != stored[name]
             and (at.tensor == 0 or self.layout.is_divided(name))
             and (first[name] == at.pipeline or name in self.program.rows)
         }
@@ -297,9 +298,9 @@ class RankState:
             return
         current = self._optimizer()
         assert current is not None
-        own = {k: v for k, v in current.state.items() if not isinstance(k, torch.Tensor)}
+        unnamed = {k: v for k, v in current.state.items() if not isinstance(k, torch.Tensor)}
         current.state.clear()
-        current.state.update(own | restored.own)
+        current.state.update(unnamed | restored.own)
         served = self.updates.serving is not None and self.program.coordinate.data > 0
         for parameter, states in () if served else restored.states:
             current.state[parameter] = states
@@ -323,7 +324,7 @@ class RankState:
             except InputError as error:
                 faults.append(str(error))
                 continue
-            found = [
+            sources = [
                 (key, Part(common.within(box), common.within(part.box).of(part.tensor)))
                 for part in self._filled(name)
                 for key, box in pieces
@@ -331,8 +332,8 @@ class RankState:
                 if common.count
             ]
             if name not in copies:
-                copies[name], aliases[name] = found, alias
-            elif not _same(source, copies[name], found):
+                copies[name], aliases[name] = sources, alias
+            elif not _same(source, copies[name], sources):
                 faults.append(
                     f"{aliases[name]!r} and {alias!r} are one tensor of the model, and differ in "
                     "the files: leave one of them out, or untie the model"
@@ -346,9 +347,9 @@ class RankState:
             kind = "has no values (meta)" if isinstance(tensor, torch.Tensor) else "is no tensor"
             message = f"{name!r} {kind}: give a tensor of the CPU or a device"
             raise InputError(message)
-        own = self.layout.boxes(name, self.interpreter.tensors[name])
-        for box in (Box.whole(self._shape(name)), *([own[0][0]] if len(own) == 1 else [])):
-            if box.sizes == tensor.shape or not own:  # of rows it may have none
+        boxes = self.layout.boxes(name, self.interpreter.tensors[name])
+        for box in (Box.whole(self._shape(name)), *([boxes[0][0]] if len(boxes) == 1 else [])):
+            if box.sizes == tensor.shape or not boxes:  # of rows it may have none
                 return box
         shapes = f"{self._shape(name)} needed, {tuple(tensor.shape)} given"
         message = f"{name!r} has another shape ({shapes}): weights of another model?"

@@ -119,7 +119,7 @@ class Trace:
 
     def place(self, tensor: torch.Tensor) -> int | None:
         """The index of a tensor among those of the layer; None if it is not one of them."""
-        return next((k for k, own in enumerate(self.tensors) if own is tensor), None)
+        return next((k for k, known in enumerate(self.tensors) if known is tensor), None)
 
     @contextmanager
     def drawing(self, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
