@@ -76,7 +76,7 @@ def test_a_broken_script_is_said_in_a_line(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [str(out / "main.py")])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"cannot load {script} (")
