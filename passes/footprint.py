@@ -17,8 +17,10 @@ stage of the same rank is no message: it stays until its backward, and is then r
 gradient.
 
 With ZeRO 2 every backward makes whole gradients, and those of finished blocks wait for their
-reduce-scatter while the next block runs. With ZeRO 3 the parameters of a unit (`Cut.units`) are
-whole while it runs, and those of the next unit are being gathered.
+reduce-scatter while the next block runs. Where the backward is in two parts, all wait until the end
+of the second, also those that the first has made (of a table, of a norm). With ZeRO 3 the
+parameters of a unit (`Cut.units`) are whole while it runs, and those of the next unit are being
+gathered.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, sub
 from typing import NamedTuple
 
 from torch import fx
@@ -61,7 +64,8 @@ class Exchanged(NamedTuple):
     `beside` bytes at most. Gradients go in `buckets`, in the order of the backward; `gone[n]` are
     the bytes made in the first n of them. `copied` is the staging copy of the last bucket. The
     buckets in `before` have been sent when the stage begins its backward; `resident` are the bytes
-    under way that are counted with the rank (None: of the last bucket of this stage).
+    under way that are counted with the rank (None: of the last bucket of this stage). Where a rank
+    `resumes`, a backward for inputs may follow one for weights.
     """
 
     level: int = 0
@@ -75,6 +79,7 @@ class Exchanged(NamedTuple):
     copied: int = 0
     before: Sequence[Summed] = ()
     resident: int | None = None
+    resumes: bool = False
 
     def forward(self, k: int) -> int:
         """Gathered parameters while block `k` runs: of its unit, and of the next, prefetched."""
@@ -111,7 +116,20 @@ class Exchanged(NamedTuple):
             if sent := [*self.before, *self.buckets[:count]]:
                 late += self.latest(sent)
                 late -= self.latest() if self.resident is None else self.resident
-        return self._whole(k, -1) + late
+        return self.prefetched(k) + late
+
+    def prefetched(self, k: int) -> int:
+        """Gathered parameters while the backward of block `k` runs: of its unit, and of the one
+        before it, prefetched."""
+        return self._whole(k, -1)
+
+    @property
+    def weight(self) -> int:
+        """Gathered parameters during a backward for weights, which needs none: those of the next
+        pass, and where that is a backward, maybe still those of the pass before."""
+        if self.resumes:
+            return self.prefetched(0)
+        return max(self.at_ends, self.beside) if self.gathered else 0
 
     def own(self, k: int) -> int:
         """Gradients that block `k` allocates in every backward, because only shards are kept."""
@@ -173,7 +191,7 @@ class Footprint:
     @property
     def left(self) -> int:
         """Kept from the backward for inputs to that for weights."""
-        return sum(self._left)
+        return sum(self._left) + sum(self._early)
 
     @cached_property
     def forward_more(self) -> int:
@@ -196,9 +214,22 @@ class Footprint:
     @cached_property
     def input_more(self) -> int:
         """Peak of the backward for inputs, less `saved`."""
-        pairs = zip(self._costs, self._peaks, strict=True)
-        peaks = [cost.input_peak or peak for cost, peak in pairs]
-        return self._backward(peaks, self._left)
+        return self._for_inputs(self._early)
+
+    def _for_inputs(self, made: Sequence[int]) -> int:
+        """`input_more` where each block allocates gradients of `made` bytes, which stay."""
+        peaks = [
+            _first_input_peak(cost, size) if size else cost.input_peak or peak
+            for cost, peak, size in zip(self._costs, self._peaks, made, strict=True)
+        ]
+        return self._backward(peaks, [*map(add, self._left, made)], sends=False)
+
+    @cached_property
+    def _early(self) -> list[int]:
+        """Bytes of the gradients that each block makes in every backward for inputs, because only
+        shards are kept; they are sent after that for weights."""
+        pairs = enumerate(self._costs)
+        return [max(0, self.exchange.own(k) - cost.deferred_weights) for k, cost in pairs]
 
     @cached_property
     def _peaks(self) -> list[int]:
@@ -212,43 +243,49 @@ class Footprint:
     @cached_property
     def weight_more(self) -> int:
         """Peak of the backward for weights, from the last layer to the first, less `left`."""
+        if self.exchange.level >= 2:
+            made = enumerate(self._early)
+            return self._first_weight_more([self.exchange.own(k) - size for k, size in made])
         alive, before = [0], 0
         for left, cost in zip(self._left, self._costs, strict=True):
             before += left
             alive.append(before + cost.weight_peak)
-        return max(0, max(alive) - self.left) + self.exchange.forward(0)
+        return max(0, max(alive) - self.left) + self.exchange.weight
 
     def first(self, kept: Mapping[str, int]) -> First:
         """Memory of the first backward of a step, which allocates the gradients that stay; `kept`
         are their bytes, by name."""
         costs, completed = self._costs, self._completed(kept)
-        later = [
-            min(size, cost.deferred_weights) for cost, size in zip(costs, completed, strict=True)
-        ]
-        now = [size - least for size, least in zip(completed, later, strict=True)]
-        left = [sum(pair) for pair in zip(self._left, now, strict=True)]
+        made = [max(size, self.exchange.own(k)) for k, size in enumerate(completed)]
+        later = [min(size, cost.deferred_weights) for cost, size in zip(costs, made, strict=True)]
+        now = [*map(sub, made, later)]
         pairs = zip(costs, completed, strict=True)
         whole = [_first_peak(cost, size, cost.copied_peak) for cost, size in pairs]
         whole = [*map(max, whole, self._peaks)]
-        parted = [_first_input_peak(cost, size) for cost, size in zip(costs, now, strict=True)]
         return First(
             gradients=sum(completed),
-            later=sum(later),
+            later=sum(completed) - (sum(now) - sum(self._early)),  # shards: when these are sent
             backward_more=self._backward(whole, completed),
-            input_more=self._backward(parted, left),
+            input_more=self._for_inputs(now),
             weight_more=self._first_weight_more(later),
         )
 
     def _first_weight_more(self, later: Sequence[int]) -> int:
-        """`weight_more` of the first backward: each block allocates `later` bytes of gradients."""
+        """`weight_more` where each block allocates `later` bytes of gradients. At level 3 those of
+        a unit are sent before the next unit begins."""
         behind, alive = 0, [0]
-        before = self.left
-        for cost, left, size in reversed([*zip(self._costs, self._left, later, strict=True)]):
+        before = sum(self._left)
+        for k in reversed(range(len(self.blocks))):
+            cost, left = self._costs[k], self._left[k]
             before -= left
-            peak = min(left - cost.deferred + cost.first_weight_peak, left + size)
+            peak = min(left - cost.deferred + cost.first_weight_peak, left + later[k])
+            if self.exchange.level >= 2 and not later[k]:
+                peak = left + cost.weight_peak
             alive.append(before + behind + max(peak, left))
-            behind += size
-        return max(0, max(alive) - self.left) + self.exchange.forward(0)
+            behind += later[k]
+            if self.exchange.level == 3 and k and self._units[k] != self._units[k - 1]:
+                behind = 0
+        return max(0, max(alive) - sum(self._left)) + self.exchange.weight
 
     def _completed(self, kept: Mapping[str, int]) -> list[int]:
         """Bytes of the gradients that each block completes: the first to read a parameter is the
@@ -260,9 +297,10 @@ class Footprint:
             left -= names
         return completed
 
-    def _backward(self, peaks: Sequence[int], left: Sequence[int]) -> int:
+    def _backward(self, peaks: Sequence[int], left: Sequence[int], *, sends: bool = True) -> int:
         """Peak of the blocks' backwards one after the other, each of which leaves `left` bytes
-        behind, less `saved`."""
+        behind, less `saved`. It `sends` buckets of gradients unless weights have a backward of
+        their own."""
         before, behind, alive = self.saved, 0, [0]
         for k in reversed(range(len(self.blocks))):
             before -= self._saved[k]
@@ -270,7 +308,8 @@ class Footprint:
             if self._is_recomputed(k):
                 peak = max(peak, cost.recompute_peak + cost.gradient_bytes)
             peak += self._waiting[k] + self._returned(k)
-            alive.append(before + behind + peak + self.exchange.backward(k))
+            exchanged = self.exchange.backward(k) if sends else self.exchange.prefetched(k)
+            alive.append(before + behind + peak + exchanged)
             behind += left[k]
         return max(0, max(alive) - self.saved)
 

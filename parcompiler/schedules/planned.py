@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 from parcompiler.errors import PlanError, shown
+from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
 from parcompiler.schedules.rounds import loops_of_actions, rounds_to_spare
@@ -48,6 +50,11 @@ def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
 def left(plan: Plan) -> int:
     """The most micro-batches that wait for their weight gradients on a stage."""
     return _left(*identity(plan))
+
+
+def resumes(plan: Plan) -> tuple[bool, ...]:
+    """By rank, whether a backward for inputs follows one for weights."""
+    return _resumes(*identity(plan))
 
 
 def identity(plan: Plan) -> Identity:
@@ -126,3 +133,11 @@ def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:
             f"the plan has pipeline={ranks} and microbatches={microbatches}"
         )
         raise PlanError(message)
+
+
+@lru_cache(maxsize=256)
+def _resumes(*known: *Identity) -> tuple[bool, ...]:
+    """Uncached body of `resumes`."""
+    kinds = ([x.kind for x in order if x.kind in COMPUTE] for order in _shorter(*known).orders)
+    both = Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT
+    return tuple(both in pairwise(each) for each in kinds)

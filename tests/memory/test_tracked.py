@@ -25,9 +25,20 @@ def check(program: pc.Program, *, kinds: bool = False) -> list[Held]:
     predicted = program.simulate().peak_memory
     found = [Rank(program, rank).step(kinds=kinds) for rank in range(len(predicted))]
     for rank, (size, held) in enumerate(zip(predicted, found, strict=True)):
-        least, most = (1 - BOUND) * held.peak, (1 + BOUND) * held.peak + freed(program, rank)
-        assert least <= size <= most, f"rank {rank}"
+        more = freed(program, rank) + sent(program, rank)
+        assert (1 - BOUND) * held.peak <= size <= (1 + BOUND) * held.peak + more, f"rank {rank}"
     return found
+
+
+def sent(program: pc.Program, rank: int) -> int:
+    """Bytes of the largest bucket and of a rank's part of it where several stages have buckets in
+    every backward: predictions count it as on its way all the time."""
+    buckets = [bucket for bucket in program.lowered.buckets if bucket.ranks == (rank,)]
+    if program.lowered.zero < 2 or len({bucket.stage for bucket in buckets}) < 2:
+        return 0
+    by_name = program.problem.graph.by_name
+    sizes = [sum(by_name[name].summed_nbytes() for name in x.names) for x in buckets]
+    return max(sizes) + max(sizes) // program.lowered.grid.data
 
 
 def freed(program: pc.Program, rank: int) -> int:
@@ -145,6 +156,16 @@ def test_what_data_ranks_hold_at_each_level_is_predicted(
     check(program)
 
 
+@pytest.mark.parametrize(("schedule", "zero"), [("zb-h1", 2), ("v-half", 3)])
+def test_gradients_that_wait_for_the_backward_for_weights_are_predicted(
+    schedule: str, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table has its gradient from the backward for inputs on: predictions were 6 % too low."""
+    monkeypatch.setattr(problem, "BUCKET", 400_000)
+    options: Any = {"schedule": schedule, "zero": zero, "microbatches": 6, "recompute": "full"}
+    check(compiled("gpt", torch.float32, pipeline=2, data=2, **options))
+
+
 def test_gradients_are_gone_before_updated_parameters_are_gathered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,4 +200,22 @@ def test_every_model_under_every_schedule_holds_what_is_predicted(
         )  # fmt: skip
     except (pc.InfeasibleError, pc.InputError) as error:
         pytest.skip(str(error))
+    check(program)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("name", ["gpt", "gpt-tied", "moe", "llama"])
+def test_every_schedule_at_every_level_holds_what_is_predicted(
+    name: str, precision: str | None, schedule: str, zero: int, recompute: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(problem, "BUCKET", 400_000)
+    options: Any = {"precision": precision, "schedule": schedule, "recompute": recompute}
+    program = compiled(
+        name, torch.float32, pipeline=2, data=2, microbatches=6, zero=zero, **options
+    )
     check(program)
