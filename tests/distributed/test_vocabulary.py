@@ -42,8 +42,9 @@ def captured(name: str) -> pc.Program:
 
 def check(name: str, method: str, schedule: str, mesh: pc.Mesh, microbatches: int) -> pc.Program:
     program = pc.compile(
-        captured(name), mesh, schedule=schedule, vocabulary=method, microbatches=microbatches
-    )
+        captured(name), mesh, schedule=schedule, vocabulary=method, microbatches=microbatches,
+        passes=zoo.SHORT if schedule == "search" else None,
+    )  # fmt: skip
     choice = program.plan.vocabulary
     if mesh.pipeline > 1:
         assert choice is not None

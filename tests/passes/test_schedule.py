@@ -24,7 +24,6 @@ from parcompiler.schedules.planned import planned
 from parcompiler.schedules.staleness import waiting
 from parcompiler.timeline import step_time
 from tests import zoo
-from tests.passes.test_unequal import SHORT
 
 
 @cache
@@ -323,12 +322,12 @@ def test_a_search_is_never_slower_than_the_best_by_name() -> None:
 
 
 def test_a_search_is_the_same_every_time() -> None:
-    given: dict[str, Any] = {"microbatches": 4, "schedule": "search", "passes": SHORT}
+    given: dict[str, Any] = {"microbatches": 4, "schedule": "search", "passes": zoo.SHORT}
     plans = {compiled(**given).plan.to_json() for _ in range(2)}
     assert len(plans) == 1
 
 
 def test_a_searched_order_trains_as_the_model_does() -> None:
-    found = compiled(2, microbatches=3, schedule="search", passes=SHORT).verify()
+    found = compiled(2, microbatches=3, schedule="search", passes=zoo.SHORT).verify()
     assert found.ok, str(found)
     assert found.native.bitwise

@@ -12,7 +12,6 @@ import torch
 import parcompiler as pc
 from parcompiler.device import Device, device
 from parcompiler.models import gpt
-from parcompiler.passes import DEFAULT, OrderPass
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.even import even_step
@@ -39,7 +38,6 @@ def slower(factor: float, name: str, memory: int = CPU.memory) -> Device:
 
 
 HALF = slower(2, "cpu-half")
-SHORT = [OrderPass(effort=0.1) if item.name == "order" else item for item in DEFAULT]
 
 
 @cache
@@ -116,7 +114,7 @@ def test_a_device_on_which_nothing_fits_is_named() -> None:
     [
         {"schedule": "interleaved"},
         {"schedule": "zb-v"},
-        {"schedule": "search", "passes": SHORT},
+        {"schedule": "search", "passes": zoo.SHORT},
         {"vocabulary": "vocab-1"},
         {"vocabulary": "interlaced", "degrees": {"tensor": 2}},
     ],

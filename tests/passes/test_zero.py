@@ -368,7 +368,10 @@ def test_levels_are_compared_by_lowered_steps() -> None:
     assert under <= (1 + MARGIN) * step(schedule="zb-h2", zero=3)
 
 
-def test_a_level_is_not_chosen_by_an_estimate_that_is_far_off() -> None:
+@pytest.mark.parametrize(
+    "level", [1, *(pytest.param(k, marks=pytest.mark.sweep) for k in (0, 2, 3))]
+)
+def test_a_level_is_not_chosen_by_an_estimate_that_is_far_off(level: int) -> None:
     """On slow links the step of `zb-v` was 21 % longer than estimated, and that at level 1 13 %
     shorter."""
     config = dataclasses.replace(CONFIG, layers=6, hidden=512, vocabulary=256, sequence=128)
@@ -379,10 +382,8 @@ def test_a_level_is_not_chosen_by_an_estimate_that_is_far_off() -> None:
     mesh = pc.Mesh(pipeline=2, data=4, device=small)
     given: dict[str, Any] = {"microbatches": 3, "progress": False}
     found = pc.compile(model, mesh, (tokens, tokens), **given)
-    steps = [
-        pc.compile(found, mesh, zero=level, **given).simulate().step_time for level in (0, 1, 2, 3)
-    ]
-    assert found.simulate().step_time <= (1 + MARGIN) * min(steps)
+    named = pc.compile(found, mesh, zero=level, **given)
+    assert found.simulate().step_time <= (1 + MARGIN) * named.simulate().step_time
 
 
 def test_stages_are_divided_again_for_the_level_that_is_taken() -> None:
