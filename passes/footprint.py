@@ -244,8 +244,8 @@ class Footprint:
     def weight_more(self) -> int:
         """Peak of the backward for weights, from the last layer to the first, less `left`."""
         if self.exchange.level >= 2:
-            made = enumerate(self._early)
-            return self._first_weight_more([self.exchange.own(k) - size for k, size in made])
+            early = enumerate(self._early)
+            return self._for_weights([self.exchange.own(k) - size for k, size in early])
         alive, before = [0], 0
         for left, cost in zip(self._left, self._costs, strict=True):
             before += left
@@ -267,10 +267,10 @@ class Footprint:
             later=sum(completed) - (sum(now) - sum(self._early)),  # shards: when these are sent
             backward_more=self._backward(whole, completed),
             input_more=self._for_inputs(now),
-            weight_more=self._first_weight_more(later),
+            weight_more=self._for_weights(later),
         )
 
-    def _first_weight_more(self, later: Sequence[int]) -> int:
+    def _for_weights(self, later: Sequence[int]) -> int:
         """`weight_more` where each block allocates `later` bytes of gradients. At level 3 those of
         a unit are sent before the next unit begins."""
         behind, alive = 0, [0]
