@@ -29,7 +29,7 @@ from parcompiler.plan import Plan
 from parcompiler.priced import Priced
 from parcompiler.problem import Problem, Value, filled
 from parcompiler.schedules.planned import held as kept_by
-from parcompiler.schedules.planned import outline, planned, resumes
+from parcompiler.schedules.planned import left_on, outline, planned, resumes
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
 from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, step_time
@@ -171,8 +171,16 @@ def _costs(
         if problem.gathers:
             exchange = _beside(each, j, [k for k, home in enumerate(placement) if home == rank])
             exchange = exchange._replace(resumes=resumes(plan)[rank])
+        if problem.scatters:
+            exchange = exchange._replace(waiting=left_on(plan)[rank])
         reads = tuple(x.name for x in new), frozenset(alone), frozenset(beside)
-        between = exchange.beside, exchange.before, exchange.resident, exchange.resumes
+        between = (
+            exchange.beside,
+            exchange.before,
+            exchange.resident,
+            exchange.resumes,
+            exchange.waiting,
+        )
         key = rank, orders[j], *reads, *between
         if lowered:  # gathered parameters are tensors of their own
             exchange = exchange._replace(gathered=())

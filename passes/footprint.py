@@ -65,7 +65,8 @@ class Exchanged(NamedTuple):
     the bytes made in the first n of them. `copied` is the staging copy of the last bucket. The
     buckets in `before` have been sent when the stage begins its backward; `resident` are the bytes
     under way that are counted with the rank (None: of the last bucket of this stage). Where a rank
-    `resumes`, a backward for inputs may follow one for weights.
+    `resumes`, a backward for inputs may follow one for weights; at most `waiting` micro-batches are
+    between both.
     """
 
     level: int = 0
@@ -80,6 +81,7 @@ class Exchanged(NamedTuple):
     before: Sequence[Summed] = ()
     resident: int | None = None
     resumes: bool = False
+    waiting: int = 1
 
     def forward(self, k: int) -> int:
         """Gathered parameters while block `k` runs: of its unit, and of the next, prefetched."""
@@ -190,8 +192,9 @@ class Footprint:
 
     @property
     def left(self) -> int:
-        """Kept from the backward for inputs to that for weights."""
-        return sum(self._left) + sum(self._early)
+        """Kept from the backward for inputs to that for weights. Micro-batches that wait together
+        add to the same gradients: each has its share of them."""
+        return sum(self._left) + sum(self._early) // max(1, self.exchange.waiting)
 
     @cached_property
     def forward_more(self) -> int:

@@ -49,7 +49,12 @@ def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 def left(plan: Plan) -> int:
     """The most micro-batches that wait for their weight gradients on a stage."""
-    return _left(*identity(plan))
+    return max(left_on(plan))
+
+
+def left_on(plan: Plan) -> tuple[int, ...]:
+    """`left` of the stages of each rank."""
+    return _left_on(*identity(plan))
 
 
 def resumes(plan: Plan) -> tuple[bool, ...]:
@@ -118,10 +123,16 @@ def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 @lru_cache(maxsize=256)
-def _left(*known: *Identity) -> int:
-    """Uncached body of `left`."""
+def _left_on(*known: *Identity) -> tuple[int, ...]:
+    """Uncached body of `left_on`."""
     schedule = _shorter(*known)
-    return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
+    stages = [
+        [j for j, at in enumerate(schedule.placement) if at == r] for r in range(schedule.ranks)
+    ]
+    return tuple(
+        max(waiting(order, j) for j in on)
+        for order, on in zip(schedule.orders, stages, strict=True)
+    )
 
 
 def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:
