@@ -26,16 +26,16 @@ from parcompiler.options import METHODS, MOST_PASSES, Options
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import start
 from parcompiler.passes.given import division
-from parcompiler.passes.own import (
+from parcompiler.passes.recompute import check_patterns, chosen
+from parcompiler.passes.shard.local import local
+from parcompiler.passes.shard.plan_entries import check_pins
+from parcompiler.passes.user_passes import (
     check_blocks,
     check_method,
     check_recomputed,
     granularity_of,
     repeated,
 )
-from parcompiler.passes.recompute import check_patterns, chosen
-from parcompiler.passes.shard.local import local
-from parcompiler.passes.shard.plan_entries import check_pins
 from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank

@@ -31,11 +31,11 @@ from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
 from parcompiler.options import METHODS, Options
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import check_host, decide
-from parcompiler.passes.own import granularity_of
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.passes.stage import reconsidered
+from parcompiler.passes.user_passes import granularity_of
 from parcompiler.plan import Plan
 from parcompiler.prices import lowered_step, stage_costs
 from parcompiler.problem import LEVELS, Problem, prepared

@@ -21,7 +21,7 @@ from torch import fx
 from parcompiler.data_updates import ALL_REDUCE, DataUpdates, is_factored
 from parcompiler.pieces import Shard
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ class Graph:
     undivided: Graph | None = field(default=None, repr=False)
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
         """The result of `find`, cached for each `key`: the nodes of a graph never change.
 
         It must depend on the graph and the key only. A graph made by `replace` starts with an empty
@@ -314,7 +314,7 @@ class Graph:
         """
         if key not in self._known:
             self._known[key] = find()
-        known: Value = self._known[key]
+        known: T = self._known[key]
         return known
 
     @cached_property

@@ -47,7 +47,7 @@ from parcompiler.pieces import dealt
 from parcompiler.plan import Plan, Sharding, TemplateTime, VocabularyTime
 from parcompiler.priced import Priced
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 Judge = Callable[["Problem", Plan], float]
 
 SPARE = 0.01  # share of memory left free where parameters are gathered; twice that in pipelines
@@ -137,7 +137,7 @@ class Problem:
     judge: Judge | None = field(default=None, repr=False, compare=False)
     cache: Cache = field(default_factory=Cache, repr=False, compare=False)
 
-    def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
         """The result of `find`, cached by key, mesh, level of ZeRO, and kind of recomputation.
 
         Many schedules share results. Every other option on which one depends must be in the key.
@@ -145,7 +145,7 @@ class Problem:
         place = self.mesh, self.options.zero, self.selective, self.offload, key
         if place not in self.cache.values:
             self.cache.values[place] = find()
-        value: Value = self.cache.values[place]
+        value: T = self.cache.values[place]
         return value
 
     def anew(self, **changes: Any) -> Problem:
@@ -331,13 +331,13 @@ class Problem:
         and master, on a data rank: whole, or a shard where the level of ZeRO shards them."""
         return self._for_alike(item, self._kept_bytes)
 
-    def _for_alike(self, item: Parameter, find: Callable[[Parameter], Value]) -> Value:
+    def _for_alike(self, item: Parameter, find: Callable[[Parameter], T]) -> T:
         """`find(item)`, cached for parameters of equal shape and dtype, as layers are many."""
         key = (find.__name__, item.shape, item.dtype, item.trainable, item.buffer, item.experts,
                item.looked_up, item.has_master)  # fmt: skip
         if key not in self._alike:
             self._alike[key] = find(item)
-        value: Value = self._alike[key]
+        value: T = self._alike[key]
         return value
 
     @cached_property

@@ -23,15 +23,15 @@ from parcompiler.passes.base import GAIN, MARGIN, Bounding, Pass
 from parcompiler.passes.estimate import estimate, host_bytes
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.least import is_known, least_step
-from parcompiler.passes.own import checked, granularity_of
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
+from parcompiler.passes.user_passes import checked, granularity_of
 from parcompiler.passes.vocabulary import VocabularyPass, choices_for
 from parcompiler.plan import MeshChoice, Method, Plan, Shape
 from parcompiler.problem import Problem
 
-OURS = frozenset(map(type, DEFAULT))  # passes that read the option `recompute`
+BUILT_IN = frozenset(map(type, DEFAULT))  # these read the option `recompute`
 Observer = Callable[[str], AbstractContextManager[None]]
 
 
@@ -289,16 +289,16 @@ def _completing(
         return best
 
     def decided(plan: Plan, below: float) -> Plan:
-        given = problem
+        current = problem
         for item in passes:
             if isinstance(item, VocabularyPass | SchedulePass):
                 item = dataclasses.replace(item, below=min(item.below, below), floor=bound)
             with observer(f"pass {item.name}"):
-                after = item.run(local(given, plan), plan)
+                after = item.run(local(current, plan), plan)
             if tuple(passes) != DEFAULT:
-                after = checked(given, item, plan, after)
-            if type(item) not in OURS:
-                given = _with_recompute(given, plan, after)
+                after = checked(current, item, plan, after)
+            if type(item) not in BUILT_IN:
+                current = _with_recompute(current, plan, after)
             plan = after
         granularity_of(plan)
         check_host(problem, plan)

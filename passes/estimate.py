@@ -27,9 +27,9 @@ from parcompiler.passes.footprint import (
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
-from parcompiler.problem import Problem, Value, filled
+from parcompiler.problem import Problem, T, filled
 from parcompiler.schedules.planned import held as kept_by
-from parcompiler.schedules.planned import left_on, outline, planned, resumes
+from parcompiler.schedules.planned import input_follows_weight, left_on, outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
 from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, step_time
@@ -155,7 +155,7 @@ def _costs(
     alike = "stage cost", plan.granularity, plan.recompute
     is_kept = not lowered and not outline(plan).asynchronous
 
-    def once(key: tuple[Hashable, ...], find: Callable[[], Value]) -> Value:
+    def once(key: tuple[Hashable, ...], find: Callable[[], T]) -> T:
         """Cached where possible: other divisions may have the same stage."""
         return problem.once((*alike, *key), find) if is_kept else find()
 
@@ -170,7 +170,7 @@ def _costs(
         exchange = each[j]
         if problem.gathers:
             exchange = _beside(each, j, [k for k, home in enumerate(placement) if home == rank])
-            exchange = exchange._replace(resumes=resumes(plan)[rank])
+            exchange = exchange._replace(input_follows_weight=input_follows_weight(plan)[rank])
         if problem.scatters:
             exchange = exchange._replace(waiting=left_on(plan)[rank])
         reads = tuple(x.name for x in new), frozenset(alone), frozenset(beside)
@@ -178,7 +178,7 @@ def _costs(
             exchange.beside,
             exchange.before,
             exchange.resident,
-            exchange.resumes,
+            exchange.input_follows_weight,
             exchange.waiting,
         )
         key = rank, orders[j], *reads, *between

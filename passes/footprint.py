@@ -64,9 +64,9 @@ class Exchanged(NamedTuple):
     `beside` bytes at most. Gradients go in `buckets`, in the order of the backward; `gone[n]` are
     the bytes made in the first n of them. `copied` is the staging copy of the last bucket. The
     buckets in `before` have been sent when the stage begins its backward; `resident` are the bytes
-    under way that are counted with the rank (None: of the last bucket of this stage). Where a rank
-    `resumes`, a backward for inputs may follow one for weights; at most `waiting` micro-batches are
-    between both.
+    under way that are counted with the rank (None: of the last bucket of this stage). `waiting`
+    micro-batches at most are between their backwards for inputs and for weights;
+    `input_follows_weight` says whether one for inputs may follow one for weights on the rank.
     """
 
     level: int = 0
@@ -80,7 +80,7 @@ class Exchanged(NamedTuple):
     copied: int = 0
     before: Sequence[Summed] = ()
     resident: int | None = None
-    resumes: bool = False
+    input_follows_weight: bool = False
     waiting: int = 1
 
     def forward(self, k: int) -> int:
@@ -126,10 +126,10 @@ class Exchanged(NamedTuple):
         return self._whole(k, -1)
 
     @property
-    def weight(self) -> int:
+    def during_weights(self) -> int:
         """Gathered parameters during a backward for weights, which needs none: those of the next
         pass, and where that is a backward, maybe still those of the pass before."""
-        if self.resumes:
+        if self.input_follows_weight:
             return self.prefetched(0)
         return max(self.at_ends, self.beside) if self.gathered else 0
 
@@ -253,7 +253,7 @@ class Footprint:
         for left, cost in zip(self._left, self._costs, strict=True):
             before += left
             alive.append(before + cost.weight_peak)
-        return max(0, max(alive) - self.left) + self.exchange.weight
+        return max(0, max(alive) - self.left) + self.exchange.during_weights
 
     def first(self, kept: Mapping[str, int]) -> First:
         """Memory of the first backward of a step, which allocates the gradients that stay; `kept`
@@ -288,7 +288,7 @@ class Footprint:
             behind += later[k]
             if self.exchange.level == 3 and k and self._units[k] != self._units[k - 1]:
                 behind = 0
-        return max(0, max(alive) - sum(self._left)) + self.exchange.weight
+        return max(0, max(alive) - sum(self._left)) + self.exchange.during_weights
 
     def _completed(self, kept: Mapping[str, int]) -> list[int]:
         """Bytes of the gradients that each block completes: the first to read a parameter is the

@@ -138,11 +138,6 @@ def rate_at(step: int, options: argparse.Namespace) -> float:
     return LEAST + (1 - LEAST) * curve
 
 
-def rate_of(options: argparse.Namespace) -> float:
-    """The learning rate that the options say."""
-    return RATE if options.lr is None else float(options.lr)
-
-
 def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Optimizer:
     """AdamW as the options say, fused on a GPU or where layers are compiled."""
     decay, fused = options.weight_decay, worker.device.type == "cuda" or worker.compiled
@@ -153,7 +148,8 @@ def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Opt
             "groups": lambda _, p: {"weight_decay": decay} if p.dim() >= 2 else {},
         }
     return worker.set_optimizer(
-        torch.optim.AdamW, max_norm=options.max_norm, lr=rate_of(options),
+        torch.optim.AdamW, max_norm=options.max_norm,
+        lr=RATE if options.lr is None else options.lr,
         error_if_nonfinite=options.error_if_nonfinite, **more,
     )  # fmt: skip
 
@@ -166,9 +162,12 @@ class Training:
         self._worker, self._options, self._checkpoints = worker, options, checkpoints
         self._profiled = profiled(options.profile, options.steps)
         self._optimizer = optimizer_of(worker, options)
-        asked = [name for name in ("lr", "weight_decay") if getattr(options, name) is not None]
+        asked = [] if options.weight_decay is None else ["weight_decay"]
+        asked += [] if options.lr is None else ["lr", "initial_lr"]
         groups = self._optimizer.param_groups
-        self._given = [{name: group[name] for name in asked} for group in groups]
+        for group in groups:
+            group["initial_lr"] = group["lr"]  # before warm-up and decay: torch's name for it
+        self._asked = [{name: group[name] for name in asked} for group in groups]
         self._metrics: Metrics | None = None
         if options.log_every is not None:
             self._metrics = Metrics(
@@ -188,8 +187,8 @@ class Training:
     def run(self, batches: Iterator[object]) -> None:
         """Train to the last step, and write metrics and profile as the options say."""
         worker, options, metrics = self._worker, self._options, self._metrics
-        for group, given in zip(self._optimizer.param_groups, self._given, strict=True):
-            group.update(given)  # a checkpoint has set those that it was saved with
+        for group, asked in zip(self._optimizer.param_groups, self._asked, strict=True):
+            group.update(asked)  # a checkpoint has set those that it was saved with
         if self._profiled and self._profiled[-1] < worker.step_count and worker.rank == 0:
             print(f"no profile: steps {options.profile} were made before", flush=True)
         scheduled = options.warmup or options.decay != "none"
@@ -198,7 +197,7 @@ class Training:
             for number in range(worker.step_count, options.steps):
                 share = rate_at(number, options) if scheduled else 1.0
                 for group in self._optimizer.param_groups if scheduled else ():
-                    group["lr"] = rate_of(options) * share
+                    group["lr"] = group["initial_lr"] * share
                 if number in self._profiled and profiler is None:
                     profiler = profiling.enter_context(torch.profiler.profile(acc_events=True))
                 if metrics is not None:

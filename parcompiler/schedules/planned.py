@@ -57,9 +57,9 @@ def left_on(plan: Plan) -> tuple[int, ...]:
     return _left_on(*identity(plan))
 
 
-def resumes(plan: Plan) -> tuple[bool, ...]:
+def input_follows_weight(plan: Plan) -> tuple[bool, ...]:
     """By rank, whether a backward for inputs follows one for weights."""
-    return _resumes(*identity(plan))
+    return _input_follows_weight(*identity(plan))
 
 
 def identity(plan: Plan) -> Identity:
@@ -147,8 +147,8 @@ def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:
 
 
 @lru_cache(maxsize=256)
-def _resumes(*known: *Identity) -> tuple[bool, ...]:
-    """Uncached body of `resumes`."""
+def _input_follows_weight(*known: *Identity) -> tuple[bool, ...]:
+    """Uncached body of `input_follows_weight`."""
     kinds = ([x.kind for x in order if x.kind in COMPUTE] for order in _shorter(*known).orders)
     both = Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT
     return tuple(both in pairwise(each) for each in kinds)

@@ -267,6 +267,7 @@ def test_a_run_that_goes_on_has_the_rates_that_are_given(
     assert rates(2) == {(0.25, 0.01)}
     assert rates(3, "--lr", "0.5") == {(0.5, 0.01)}
     assert rates(4, "--weight-decay", "0.125") == {(0.25, 0.0), (0.25, 0.125)}
+    assert rates(5, "--warmup", "10") == {(0.25 * 5 / 10, 0.01)}
 
 
 def test_an_input_without_rows_is_in_every_batch(

@@ -16,8 +16,8 @@ from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import planned, trunk
 
-# What a plan is for, which no pass decides.
-GIVEN = """
+# Fields that say what a plan is for: no pass decides them.
+FIXED = """
     model fingerprint mesh microbatches precision optimizer context updates version
 """.split()
 
@@ -45,7 +45,7 @@ def _valid(problem: Problem, before: Plan, after: Plan) -> Plan:
     except TypeError as error:
         message = f"a field of the plan has a value of a wrong type ({error})"
         raise PlanError(message) from error
-    for name in GIVEN:
+    for name in FIXED:
         new, old = getattr(plan, name), getattr(before, name)
         if new != old:
             message = (
