@@ -29,7 +29,7 @@ from parcompiler.plan import Plan
 from parcompiler.priced import Priced
 from parcompiler.problem import Problem, T, filled
 from parcompiler.schedules.planned import held as kept_by
-from parcompiler.schedules.planned import input_follows_weight, left_on, outline, planned
+from parcompiler.schedules.planned import input_follows_weight, outline, planned, usually_left
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
 from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, step_time
@@ -172,7 +172,7 @@ def _costs(
             exchange = _beside(each, j, [k for k, home in enumerate(placement) if home == rank])
             exchange = exchange._replace(input_follows_weight=input_follows_weight(plan)[rank])
         if problem.scatters:
-            exchange = exchange._replace(waiting=left_on(plan)[rank])
+            exchange = exchange._replace(waiting=usually_left(plan)[rank])
         reads = tuple(x.name for x in new), frozenset(alone), frozenset(beside)
         between = (
             exchange.beside,

@@ -65,7 +65,7 @@ class Exchanged(NamedTuple):
     the bytes made in the first n of them. `copied` is the staging copy of the last bucket. The
     buckets in `before` have been sent when the stage begins its backward; `resident` are the bytes
     under way that are counted with the rank (None: of the last bucket of this stage). `waiting`
-    micro-batches at most are between their backwards for inputs and for weights;
+    micro-batches are usually between their backwards for inputs and for weights;
     `input_follows_weight` says whether one for inputs may follow one for weights on the rank.
     """
 
@@ -194,7 +194,7 @@ class Footprint:
     def left(self) -> int:
         """Kept from the backward for inputs to that for weights. Micro-batches that wait together
         add to the same gradients: each has its share of them."""
-        return sum(self._left) + sum(self._early) // max(1, self.exchange.waiting)
+        return sum(self._left) + sum(self._early) // self.exchange.waiting
 
     @cached_property
     def forward_more(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import pairwise
+from statistics import median_low
 
 from parcompiler.errors import PlanError, shown
 from parcompiler.instruction import COMPUTE, Kind
@@ -49,12 +51,13 @@ def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 def left(plan: Plan) -> int:
     """The most micro-batches that wait for their weight gradients on a stage."""
-    return max(left_on(plan))
+    return _left(*identity(plan))
 
 
-def left_on(plan: Plan) -> tuple[int, ...]:
-    """`left` of the stages of each rank."""
-    return _left_on(*identity(plan))
+def usually_left(plan: Plan) -> tuple[int, ...]:
+    """By rank, the micro-batches that wait for their weight gradients on one of its stages after a
+    backward for inputs: the median, at least 1."""
+    return _usually_left(*identity(plan))
 
 
 def input_follows_weight(plan: Plan) -> tuple[bool, ...]:
@@ -123,16 +126,26 @@ def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 @lru_cache(maxsize=256)
-def _left_on(*known: *Identity) -> tuple[int, ...]:
-    """Uncached body of `left_on`."""
+def _left(*known: *Identity) -> int:
+    """Uncached body of `left`."""
     schedule = _shorter(*known)
-    stages = [
-        [j for j, at in enumerate(schedule.placement) if at == r] for r in range(schedule.ranks)
-    ]
-    return tuple(
-        max(waiting(order, j) for j in on)
-        for order, on in zip(schedule.orders, stages, strict=True)
-    )
+    return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
+
+
+@lru_cache(maxsize=256)
+def _usually_left(*known: *Identity) -> tuple[int, ...]:
+    """Uncached body of `usually_left`."""
+    medians = []
+    for order in _shorter(*known).orders:
+        counts, after = Counter[int](), list[int]()
+        for action in order:
+            if action.kind is Kind.BACKWARD_INPUT:
+                counts[action.stage] += 1
+                after.append(counts[action.stage])
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                counts[action.stage] -= 1
+        medians.append(median_low(after) if after else 1)
+    return tuple(medians)
 
 
 def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:
