@@ -36,11 +36,18 @@ Piece = tuple[str, bool]  # a part of a text, and whether it is the last
 def check(data: Sequence[Path], tokenizer: Path | None) -> None:
     """Refuse data whose first text cannot be read, and what is no tokenizer, before anything is
     compiled. Raises InputError."""
+    tokens = [str(path) for path in data if path.suffix == ".bin"]
+    if tokens and len(data) > 1:
+        message = (
+            f"--data takes one file of tokens, or texts ({len(data)} paths given, with "
+            f"{', '.join(tokens)}): give the file of tokens alone, or leave it out"
+        )
+        raise InputError(message)
     for path in data:
         if not path.exists():
             message = f"cannot read {path} (there is no such file or folder)"
             raise InputError(message)
-    if _are_tokens(data):
+    if tokens:
         described(data[0])
         if tokenizer is not None:
             message = f"--tokenizer is for texts, and {data[0]} has tokens already: leave it out"
@@ -175,7 +182,7 @@ def _encoded(
         in_bytes = (torch.tensor([*text.encode()]) for text, _ in _texts(data))
         return in_bytes, 256
     made = _trained(data, size) if tokenizer is None else _opened(tokenizer)
-    made.save(str(save / TOKENIZER))
+    (save / TOKENIZER).write_text(made.to_str(pretty=True), encoding="utf-8")
     return _by(made, _texts(data)), max(made.get_vocab().values()) + 1
 
 

@@ -4,7 +4,8 @@
     Ctrl-C ──► SIGTERM to the ranks ──► they save ──► the same command resumes
 
 If the command is itself started as ranks (by torchrun, srun or a PyTorchJob), the first compiles
-into the shared folder, the others wait for it, and each runs its script in its own process.
+into the shared folder, the others wait until it says in the ranks' store that they can start, and
+each runs its script in its own process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +32,17 @@ from parcompiler.cli.commands import MODEL_FORMS
 from parcompiler.cli.output import DONE, INTERRUPTED, Settings
 from parcompiler.cli.request import compiled, opened, source
 from parcompiler.cli.words import HF
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, LaunchError, ParcompilerError
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from parcompiler.mesh import Cluster, Mesh
     from parcompiler.runtime.checkpoint.folder import Checkpoint
 
 PATIENCE = 1800.0  # s that ranks wait for the first one to compile
+LAST_WORDS = 10.0  # s that the first one waits for ranks to read why it does not start
+_START, _READ = "parcompiler/start", "parcompiler/read"  # keys of the ranks' store
 GRACE = 60.0  # s that ranks get to end after another has failed
 
 
@@ -113,12 +119,11 @@ def train_command(
         message = "--evaluate-every needs rows to evaluate: give --hold-out SHARE above 0"
         raise InputError(message)
     program = save / "program"
-    from parcompiler.runtime.joining import place
+    from parcompiler.runtime.joining import place, rendezvous
+    from parcompiler.runtime.worker import TIMEOUT
 
     rank, size = place() or (0, 0)  # size 0: this process starts the ranks itself
-    started = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    names = [os.environ[name] for name in started if name in os.environ] or [str(os.getpid())]
-    ready = save / f".ready-{'-'.join(names)}"
+    store = rendezvous(TIMEOUT) if size else None
     ranks = 0
     if rank == 0:
         import torch
@@ -129,52 +134,51 @@ def train_command(
         from parcompiler.runtime.resuming import alone
         from parcompiler.runtime.training import profiled, split_rows
 
-        # Refuse what can be refused before anything is compiled.
-        text.check(data, tokenizer)
-        profiled(profile, steps)
-        if tensorboard and importlib.util.find_spec("tensorboard") is None:
-            message = "--tensorboard needs the package tensorboard: pip install tensorboard"
-            raise InputError(message)
-        begun = _begun(save, resume, request["checkpoint"])
-        if begun is not None and begun.step >= steps:
-            done = f"{begun.path} has made all of {steps} steps: only the weights are written"
-            output.note(done, settings.quiet)
-        if pretrained is not None and begun is None:
-            published.opened(pretrained)
-        ready.unlink(missing_ok=True)
-        with output.writing(save):
-            save.mkdir(parents=True, exist_ok=True)
-        click.get_current_context().with_resource(alone(save))
-        torch.manual_seed(seed)
-        made = compiled(
-            settings, real=pretrained is None and begun is None,
-            check_place=lambda place: _check_place(place, size), **request,
-        )  # fmt: skip
-        if begun is not None:
-            check_fits(made.problem.graph, begun)
-        report, ranks = made.report(meshes=False), made.problem.mesh.size
-        origin = source(request["model"], request["checkpoint"])
-        model = origin["model"] or ""
-        labels = "same" if model.startswith(HF) else "next"
-        resumed = None if begun is None else begun.path
-        with output.result_only():
-            tokens = text.tokens_of(
-                data, tokenizer, model, save, made.rank_program(0), resumed, settings.quiet
-            )
-        split_rows(tokens, made.rank_program(0), labels, hold_out, evaluated=hold_out > 0)
-        with output.writing(program):
-            weights = begun is None  # a checkpoint has all that the ranks need
-            made.write(program, report, weights=weights and (pretrained or True), **origin)
-        if profile is not None:
-            (save / "profile").mkdir(exist_ok=True)
-            report.to_trace(save / "profile" / "predicted.json")
-        start = {"tokens": str(tokens), "labels": labels, "resumed": resumed and str(resumed)}
-        partial = ready.with_name(f"{ready.name}.partial")
-        partial.write_text(json.dumps(start), encoding="utf-8")
-        partial.replace(ready)  # so that the others read all of it
+        with _refusing(store, size):
+            # Refuse what can be refused before anything is compiled.
+            text.check(data, tokenizer)
+            profiled(profile, steps)
+            if tensorboard and importlib.util.find_spec("tensorboard") is None:
+                message = "--tensorboard needs the package tensorboard: pip install tensorboard"
+                raise InputError(message)
+            begun = _begun(save, resume, request["checkpoint"])
+            if begun is not None and begun.step >= steps:
+                done = f"{begun.path} has made all of {steps} steps: only the weights are written"
+                output.note(done, settings.quiet)
+            if pretrained is not None and begun is None:
+                published.opened(pretrained)
+            with output.writing(save):
+                save.mkdir(parents=True, exist_ok=True)
+            click.get_current_context().with_resource(alone(save))
+            torch.manual_seed(seed)
+            made = compiled(
+                settings, real=pretrained is None and begun is None,
+                check_place=lambda place: _check_place(place, size), **request,
+            )  # fmt: skip
+            if begun is not None:
+                check_fits(made.problem.graph, begun)
+            report, ranks = made.report(meshes=False), made.problem.mesh.size
+            origin = source(request["model"], request["checkpoint"])
+            model = origin["model"] or ""
+            labels = "same" if model.startswith(HF) else "next"
+            resumed = None if begun is None else begun.path
+            with output.result_only(), output.writing(save):
+                tokens = text.tokens_of(
+                    data, tokenizer, model, save, made.rank_program(0), resumed, settings.quiet
+                )
+            split_rows(tokens, made.rank_program(0), labels, hold_out, evaluated=hold_out > 0)
+            with output.writing(program):
+                weights = begun is None  # a checkpoint has all that the ranks need
+                made.write(program, report, weights=weights and (pretrained or True), **origin)
+            if profile is not None:
+                (save / "profile").mkdir(exist_ok=True)
+                report.to_trace(save / "profile" / "predicted.json")
+            start = {"tokens": str(tokens), "labels": labels, "resumed": resumed and str(resumed)}
+        if store is not None:
+            store.set(_START, json.dumps(start))
     else:
-        _await(ready)
-    start = json.loads(ready.read_text(encoding="utf-8"))
+        assert store is not None, "a process that is not rank 0 has been started with others"
+        start = _awaited(store)
     arguments = [
         "--data", start["tokens"], "--labels", start["labels"], "--save", save, "--locked",
         "--steps", steps, "--lr", lr, "--warmup", warmup, "--decay", "cosine",
@@ -191,14 +195,13 @@ def train_command(
         sys.argv = line
         sys.path.insert(0, str(program))  # as Python does for a script
         runpy.run_path(line[0], run_name="__main__")
-        if rank == 0:  # all ranks have trained, so the others have read it
-            ready.unlink(missing_ok=True)
-        return DONE
-    ready.unlink()
-    code = _ranks(line, ranks)
+        code = DONE
+    else:
+        code = _ranks(line, ranks)
     tokenizer_file = save / "tokenizer.json"
-    if code == DONE and tokenizer_file.exists():
-        shutil.copy(tokenizer_file, save / "weights" / "tokenizer.json")
+    if code == DONE and rank == 0 and tokenizer_file.exists():
+        with output.writing(save / "weights"):
+            shutil.copy(tokenizer_file, save / "weights" / "tokenizer.json")
     return code
 
 
@@ -234,19 +237,45 @@ def _check_place(place: Mesh | Cluster, started: int) -> None:
         rank_device(name, last)
 
 
-def _await(ready: Path) -> None:
-    """Wait until the first rank has compiled."""
-    from parcompiler.errors import LaunchError
+@contextmanager
+def _refusing(store: dist.Store | None, size: int) -> Iterator[None]:
+    """In this context rank 0 makes a run ready; where it cannot, it tells the `size` ranks that
+    wait for it in `_awaited`, and does not end, and with it the store, before they know."""
+    from parcompiler.runtime.failure import named
+
+    try:
+        yield
+    except BaseException as error:
+        if store is not None:
+            text = str(error) if isinstance(error, ParcompilerError) else named(error)
+            store.set(_START, json.dumps({"refused": text}))
+            end = time.monotonic() + LAST_WORDS
+            while store.add(_READ, 0) < size - 1 and time.monotonic() < end:
+                time.sleep(0.1)
+        raise
+
+
+def _awaited(store: dist.Store) -> dict[str, Any]:
+    """What rank 0 has made ready, once it has. Raises InputError where it refuses to, and
+    LaunchError where it is gone, or takes too long."""
+    import torch.distributed as dist
 
     end = time.monotonic() + PATIENCE
-    while not ready.exists():
-        if time.monotonic() > end:
-            message = (
-                f"rank 0 has not compiled in {PATIENCE:g} s ({ready} is not there): all ranks must "
-                "see the folder of --save"
-            )
-            raise LaunchError(message)
-        time.sleep(0.2)
+    try:
+        while not store.check([_START]):
+            if time.monotonic() > end:
+                message = f"rank 0 has not compiled in {PATIENCE:g} s"
+                raise LaunchError(message)
+            time.sleep(0.2)
+        start: dict[str, Any] = json.loads(store.get(_START))
+        store.add(_READ, 1)
+    except dist.DistError as error:
+        message = "rank 0 has ended before it had compiled: see what it printed"
+        raise LaunchError(message) from error
+    if "refused" in start:
+        message = f"rank 0 has refused to start: {start['refused']}"
+        raise InputError(message)
+    return start
 
 
 def _ranks(line: Sequence[str], size: int) -> int:

@@ -39,7 +39,7 @@ def meet(program: RankProgram, timeout: timedelta) -> dist.Store | None:
         store: dist.Store = dist.group.WORLD.get_group_store()
     elif (at := place()) is not None:
         _check_place(program, *at)
-        store = _rendezvous(timeout)
+        store = rendezvous(timeout)
     elif program.size > 1:
         message = f"start this program with torchrun --nproc-per-node {program.size}"
         raise LaunchError(message)
@@ -145,8 +145,12 @@ def host(store: dist.Store | None) -> str:
     return "rank 0" if isinstance(store, dist.TCPStore) and by_rank else "its server"
 
 
-def _rendezvous(timeout: timedelta) -> dist.Store:
-    """The store that all ranks share, opened once in a process, as rank 0 may be its server."""
+def rendezvous(timeout: timedelta) -> dist.Store:
+    """The store that all ranks share, opened once in a process, as rank 0 may be its server.
+
+    Raises LaunchError when the environment does not say where the ranks meet, or others do not
+    join.
+    """
     address = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if address not in _STORES:
         try:

@@ -77,3 +77,9 @@ def larger() -> tuple[gpt.GPT, tuple[torch.Tensor, torch.Tensor]]:
     """Another model, on as many samples."""
     config = gpt.Config(layers=2, heads=2, hidden=12, vocabulary=16, sequence=4, tied=False)
     return gpt.GPT(config), make()[1]
+
+
+def wordy() -> tuple[gpt.GPT, tuple[torch.Tensor, torch.Tensor]]:
+    """A model with tokens enough for a tokenizer made of a text."""
+    config = gpt.Config(layers=2, heads=2, hidden=8, vocabulary=300, sequence=4, tied=False)
+    return gpt.GPT(config), make()[1]

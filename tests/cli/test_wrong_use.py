@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import parcompiler as pc
 from parcompiler.cli import run
@@ -129,6 +130,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("train", MODEL, *MESH, "--save", "build/no run", "--data", ""), "'' is no path (it is "),
         (("train", MODEL, *MESH, "--data", FILE, "--save", ""), "'' is no path (it is empty)"),
         (("train", MODEL, *MESH, *RUN, "--data", "no.txt"), "cannot read no.txt (there is no such"),
+        (("train", MODEL, *MESH, *RUN, "--data", "a.bin"), "one file of tokens, or texts (2 paths"),
         (
             ("train", MODEL, *MESH, *RUN, "--data", "docs/images/report.png"),
             "takes texts in UTF-8",
@@ -196,6 +198,8 @@ def test_started_processes_that_are_not_the_ranks_are_named_before_the_model_is_
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr("parcompiler.runtime.joining.rendezvous", lambda _: dist.HashStore())
+    monkeypatch.setattr("parcompiler.cli.train.LAST_WORDS", 0.0)
     line = ("train", MODEL, *MESH, "--data", FILE, "--save", str(tmp_path))
     code, err = said(capsys, *line)
     assert code == 2
@@ -226,6 +230,16 @@ def test_too_few_rows_are_named_before_any_rank_starts(
     code, err = said(capsys, *line, "--hold-out", share)
     assert code == 2
     assert message in err
+
+
+def test_tokens_that_cannot_be_written_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokens.bin").mkdir()
+    model = "tests/cli/models.py:wordy"
+    code, err = said(capsys, "train", model, *MESH, "--data", FILE, "--save", str(tmp_path))
+    assert code == 2
+    assert f"cannot write {tmp_path} (Is a directory)" in err
 
 
 def test_stages_on_the_rank_of_no_pipeline_and_memory_of_no_byte_are_named(
