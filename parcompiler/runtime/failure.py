@@ -162,7 +162,7 @@ class Watch:
         if call:
             number += 1
             self._calls.append((number, call))
-        self._flight.call(f"call {number} ({call or before})" if number else "start")
+        self._flight.call(f"call {number} ({call or before})" if number else "its start")
         if call not in ("", before):
             self._wake.set()
 
@@ -230,7 +230,9 @@ class Watch:
             self._settled.set()
             self._stay()
         except (RuntimeError, ConnectionError):  # the store ended with its host
-            self.cause = self.cause or f"{self._host} is gone, and with it the store of this run"
+            if not self.cause:
+                self.cause = f"{self._host} is gone, and with it the store of this run"
+                self.written = self._flight.write(self._rank, self.cause)
         finally:
             self._settled.set()
 

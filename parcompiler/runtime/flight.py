@@ -68,7 +68,7 @@ class FlightRecorder:
         self.folder = folder
         self._ring: deque[tuple[float, Instruction | str, bool]] = deque(maxlen=RECENT)
         self._thread = threading.get_ident()
-        self.called = ""  # the call that the thread is in, or was in last
+        self.called = "its start"  # the call that the thread is in, or was in last
         self._computed = 0.0  # when the thread was last seen computing
         self.note("start")
 
@@ -91,8 +91,8 @@ class FlightRecorder:
 
     @property
     def place(self) -> str:
-        """Where this rank is in its instructions."""
-        return "before the first instruction" if self.current is None else f"at '{self.current}'"
+        """Where this rank is: at an instruction, or in a call that is at none."""
+        return f"in {self.called}" if self.current is None else f"at '{self.current}'"
 
     def position(self, after: float = STILL) -> Position:
         """Where the thread of the rank is now, and since when. Its stack is read once it has been

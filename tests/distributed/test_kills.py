@@ -78,13 +78,16 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def killed(folder: Path, size: int, rank: int) -> float:
-    """Kill a rank at some time within its steps; the seconds until the last of the others ends."""
-    with started(folder, size) as ranks:
+    """Kill a rank at some time within its steps; the seconds until the last of the others ends,
+    each with its last instructions written."""
+    flight = folder / f"flight {rank}"
+    with started(folder, size, "", "600", str(flight)) as ranks:
         ranks.ready()
         time.sleep(random.uniform(0.0, 1.5))
         ranks.send(rank, signal.SIGKILL)
         said, seconds = ranks.ends(rank)
     assert all(f"because rank {rank} is gone" in text for text in said.values()), said
+    assert len([*flight.iterdir()]) == size - 1
     assert seconds < LONGEST
     return seconds
 

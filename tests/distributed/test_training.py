@@ -166,4 +166,4 @@ def test_ranks_that_run_different_programs_are_refused(ranks: Ranks) -> None:
 
 def test_a_rank_that_cannot_load_its_weights_stops_the_others(ranks: Ranks) -> None:
     assert "stage_1.safetensors is cut short" in ranks[1]["lame"]
-    assert "because rank 1 failed before the first instruction: InputError" in ranks[0]["lame"]
+    assert "because rank 1 failed in its start: InputError" in ranks[0]["lame"]

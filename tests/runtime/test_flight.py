@@ -109,6 +109,8 @@ def test_the_last_instructions_are_listed_and_older_ones_forgotten(tmp_path: Pat
     assert text.startswith("rank 3, ")
     assert ": a cause\n" in text
     assert "in test_the_last_instructions_are_listed" in text
+    recorder.call("call 2 (save)")
+    assert recorder.place == "in call 2 (save)"
 
 
 def test_what_cannot_be_written_is_left(tmp_path: Path) -> None:
