@@ -75,7 +75,7 @@ GRACE = 60.0  # s that ranks get to end after another has failed
 @click.option("--hold-out", type=options.Real(0, 1, max_open=True), default=0.05,
               show_default=True, help="Share of the rows kept for evaluations.")  # fmt: skip
 @click.option("--evaluate-every", type=options.COUNT, default=50, show_default=True, metavar="N",
-              help="Steps from one evaluation to the next.")  # fmt: skip
+              help="Steps from one evaluation to the next; the end has one, too.")  # fmt: skip
 @click.option("--every", type=options.COUNT, default=100, show_default=True, metavar="N",
               help="Steps from one checkpoint to the next.")  # fmt: skip
 @click.option("--keep", type=options.COUNT, default=3, show_default=True, help="Checkpoints kept.")
@@ -166,7 +166,7 @@ def train_command(
                 tokens = text.tokens_of(
                     data, tokenizer, model, save, made.rank_program(0), resumed, settings.quiet
                 )
-            split_rows(tokens, made.rank_program(0), labels, hold_out, evaluated=hold_out > 0)
+            split_rows(tokens, made.rank_program(0), labels, hold_out)
             with output.writing(program):
                 weights = begun is None  # a checkpoint has all that the ranks need
                 made.write(program, report, weights=weights and (pretrained or True), **origin)

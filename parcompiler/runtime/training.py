@@ -62,10 +62,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--hold-out", type=amount, default=0.0, metavar="SHARE",
-        help="share of the rows of a file of tokens that is kept for evaluations (0)",
+        help=(
+             "share of the rows of a file of tokens that is kept for evaluations, at least for one "
+             "after the last step (0)"
+         ),
     )  # fmt: skip
     group.add_argument(
-        "--evaluate-every", type=positive, metavar="N", help="evaluate after every N-th step"
+        "--evaluate-every", type=positive, metavar="N", help="evaluate after every N-th step, too"
     )
     group.add_argument(
         "--evaluate-steps", type=positive, help=f"batches of an evaluation ({EVALUATED})"
@@ -107,12 +110,11 @@ def check(options: argparse.Namespace) -> None:
             f"({options.data or 'no --data'} given)"
         )
         raise InputError(message)
-    if options.evaluate_steps is not None and options.evaluate_every is None:
-        message = "--evaluate-steps needs --evaluate-every N, the steps between two evaluations"
-        raise InputError(message)
-    if options.evaluate_every is not None and not (has_tokens and options.hold_out):
-        message = "--evaluate-every needs --data FILE.bin and --hold-out SHARE of its rows"
-        raise InputError(message)
+    for name in ("evaluate_every", "evaluate_steps"):
+        if getattr(options, name) is not None and not (has_tokens and options.hold_out):
+            option = name.replace("_", "-")
+            message = f"--{option} needs --data FILE.bin and --hold-out SHARE of its rows"
+            raise InputError(message)
     if options.hold_out and not has_tokens:
         message = (
             "--hold-out is a share of the rows of a file of tokens: give --data FILE.bin with it "
@@ -179,10 +181,9 @@ class Training:
         self._held: TokenRows | None = None
         if options.data is not None and options.data.suffix == ".bin":
             self.rows, held = split_rows(
-                options.data, worker.program, options.labels or LABELS[0], options.hold_out,
-                evaluated=options.evaluate_every is not None,
-            )  # fmt: skip
-            self._held = None if options.evaluate_every is None else held
+                options.data, worker.program, options.labels or LABELS[0], options.hold_out
+            )
+            self._held = held if options.hold_out else None
 
     def run(self, batches: Iterator[object]) -> None:
         """Train to the last step, and write metrics and profile as the options say."""
@@ -211,7 +212,8 @@ class Training:
                 if metrics is not None:
                     metrics.after_step(loss, float(self._optimizer.param_groups[0]["lr"]))
                 with nullcontext() if metrics is None else metrics.paused():
-                    if self._held is not None and worker.step_count % options.evaluate_every == 0:
+                    step, each = worker.step_count, options.evaluate_every or options.steps
+                    if self._held is not None and (step == options.steps or step % each == 0):
                         self._evaluate(self._held)
                     self._checkpoints.after_step()
             self._checkpoints.end()
@@ -256,12 +258,12 @@ def token_batches(worker: Worker, rows: TokenRows, options: argparse.Namespace) 
 
 
 def split_rows(
-    path: Path, program: RankProgram, labels: str, hold_out: float, *, evaluated: bool
+    path: Path, program: RankProgram, labels: str, hold_out: float
 ) -> tuple[TokenRows, TokenRows]:
     """The rows of a file of tokens to train on, and those that are held out for evaluations.
 
-    Raises InputError where a step takes more than there are, and, where rows are to be `evaluated`,
-    an evaluation.
+    Raises InputError where a step takes more than there are, or an evaluation, where rows are held
+    out.
     """
     end = 1 - hold_out
     trained, held = (TokenRows(path, program, labels, part) for part in ((0.0, end), (end, 1.0)))
@@ -278,7 +280,7 @@ def split_rows(
             f"--hold-out {hold_out:g} leaves {len(trained):,} of {total:,} rows to train on, and a "
             f"step takes {needed:,}: hold out less, or give more text"
         )
-    elif evaluated and len(held) < each:
+    elif hold_out and len(held) < each:
         message = (
             f"--hold-out {hold_out:g} leaves {len(held):,} of {total:,} rows for evaluations, and "
             f"one takes at least {each:,}: hold out more, or give more text"

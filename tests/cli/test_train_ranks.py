@@ -52,5 +52,8 @@ def test_a_run_that_is_started_as_ranks_has_the_tokenizer_beside_its_weights(
     model = f"{Path(__file__).with_name('models.py')}:wordy"
     arguments = ["train", model, "--mesh", "data=1", "--data", str(tmp_path / "text.txt")]
     run = tmp_path / "run"
-    forked.run(1, command, *arguments, "--save", str(run), "--steps", "1")
+    told = forked.run(
+        1, command, *arguments, "--save", str(run), "--steps", "1", "--hold-out", "0.2"
+    )
+    assert "step 1/1  evaluation loss" in told, "rows are never held out in vain"
     assert (run / "weights" / "tokenizer.json").read_text() == (run / "tokenizer.json").read_text()

@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_pat
         ("--hold-out 0.1", r"give --data FILE.bin with it \(no --data given\)"),
         ("--hold-out 0.1 --data x.safetensors", r"FILE.bin with it \(x.safetensors given\)"),
         ("--evaluate-every 2", "--evaluate-every needs --data FILE.bin and --hold-out SHARE"),
-        ("--evaluate-steps 2", "--evaluate-steps needs --evaluate-every N"),
+        ("--evaluate-steps 2", "--evaluate-steps needs --data FILE.bin and --hold-out SHARE"),
         ("--labels same", r"--labels is for a file of tokens: .* \(no --data given\)"),
         ("--metrics m.jsonl", "--metrics needs --log-every N"),
         ("--tensorboard events", "--tensorboard needs --log-every N"),
