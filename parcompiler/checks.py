@@ -465,7 +465,10 @@ def check_plan(problem: Problem, plan: Plan) -> None:
                 f"{shown(here, 200)}): compile without plan= to make a new one"
             )
             if name == "fingerprint":
-                message += ", or with the model, inputs and exact= that it was made with"
+                message += (
+                    ", or with the model, inputs, loss=, loss_weights=, outputs= and exact= that "
+                    "it was made with"
+                )
             raise PlanError(message)
     decisions = ["schedule", "granularity", "stages", "recompute"]
     decisions += ["sharding"] if problem.mesh.tensor > 1 else []

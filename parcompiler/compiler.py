@@ -86,8 +86,10 @@ def compile(
     - `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32;
       "fp32" and "fp64" compute in those; None in the parameters' own.
     - `optimizer` determines the memory of states: "adamw", "adagrad", "sgd", "sgd-momentum", "muon"
-      or "none". With "sgd" and "adagrad" gradients of tables with `sparse=True` are the rows that a
-      step looks up.
+      or "none", which counts none: for a loop that updates the parameters itself. What
+      `worker.set_optimizer` makes may be another, and `zero` shares its states out all the same.
+      With "sgd" and "adagrad" gradients of tables with `sparse=True` are the rows that a step looks
+      up.
     - `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients
       too, 3 parameters too, "auto" decides by time under memory.
     - `updates` is how data ranks combine their gradients or weights: "all-reduce" (gradients are

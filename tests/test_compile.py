@@ -463,8 +463,9 @@ def test_a_plan_of_another_model_is_refused(program: pc.Program) -> None:
     with pytest.raises(pc.PlanError, match=r"for another model \(plan: 'GPT', here: 'Llama'\)"):
         pc.compile(model, pc.Mesh(pipeline=2), inputs, plan=program.plan)
     model, inputs = zoo.own_gpt(layers=3)
-    with pytest.raises(pc.PlanError, match="for another graph, as its fingerprint says"):
+    with pytest.raises(pc.PlanError, match="for another graph, as its fingerprint says") as caught:
         pc.compile(model, pc.Mesh(pipeline=2), inputs, plan=program.plan)
+    assert "inputs, loss=, loss_weights=, outputs= and exact= that it" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -690,9 +690,13 @@ class Worker:
         self._records = [] if on else None
 
     def trace(self) -> tuple[InstructionTime, ...]:
-        """Every instruction of the last step: begin and end in seconds since the step began, and
-        the seconds it waited for messages."""
-        return tuple(self._records or ())
+        """Every instruction of the last step since `record`: begin and end in seconds since the
+        step began, and the seconds it waited for messages. Raises InputError where steps are not
+        recorded."""
+        if self._records is None:
+            message = "no step is recorded: call worker.record() before the step to be measured"
+            raise InputError(message)
+        return tuple(self._records)
 
     def close(self) -> None:
         """Destroy the process groups; also torch.distributed when this worker started it.

@@ -363,13 +363,15 @@ def test_training_a_worker_leaves_the_model_alone(program: pc.Program) -> None:
 def test_a_trace_covers_the_last_step_once_it_is_recorded(program: pc.Program) -> None:
     with program.worker() as worker:
         worker.step(batch(MICROBATCHES))
-        assert worker.trace() == ()
+        with pytest.raises(pc.InputError, match=r"call worker\.record\(\) before the step"):
+            worker.trace()
         worker.record()
         for _ in range(2):
             worker.step(batch(MICROBATCHES))
         trace = worker.trace()
         worker.record(False)
-        assert worker.trace() == ()
+        with pytest.raises(pc.InputError, match="no step is recorded"):
+            worker.trace()
     assert tuple(record.instruction for record in trace) == tuple(program.instructions(0))
     assert all(0 <= record.begin <= record.end for record in trace)
     assert all(a.end <= b.begin for a, b in pairwise(trace))
