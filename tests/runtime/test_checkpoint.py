@@ -338,8 +338,11 @@ def test_a_full_disk_is_said_at_the_next_call_and_at_close(
     one = worker(program)
     one.save(tmp_path)
     monkeypatch.setattr(saving, "write", full)
-    with pytest.raises(pc.InputError, match="rank 0: No space left on device"):
+    with pytest.raises(pc.InputError, match=r"write .*/step_00000000-2:\nrank 0: No space left on"):
         one.save(tmp_path)
+    with pytest.raises(pc.InputError, match="rank 0: No space left on device"):
+        one.save_pretrained(tmp_path / "weights")
+    assert [*(tmp_path / "weights").iterdir()] == []
     one.save(tmp_path, asynchronous=True)
     trained(one, 1)
     with pytest.raises(pc.InputError, match=r"not written:\nrank 0: No space left on device"):
@@ -348,7 +351,7 @@ def test_a_full_disk_is_said_at_the_next_call_and_at_close(
     one.save(tmp_path, asynchronous=True)
     with pytest.raises(pc.InputError, match="the last checkpoint was not written: No space left"):
         one.close()
-    assert [item.name for item in tmp_path.iterdir()] == ["step_00000000"]
+    assert {item.name for item in tmp_path.iterdir()} == {"step_00000000", "weights"}
 
 
 class Counter:

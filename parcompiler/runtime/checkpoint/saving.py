@@ -122,7 +122,7 @@ class Checkpoints:
             return report
 
         try:
-            everyone = self._agreed(begin, "cannot save a checkpoint")
+            everyone = self._agreed(begin, f"cannot save into {folder}")
             if any(one["arguments"] != arguments for one in everyone):
                 message = "the ranks save different things: give every rank the same arguments"
                 raise InputError(message)
@@ -132,8 +132,9 @@ class Checkpoints:
             if asynchronous:
                 self._start(self._copied(writing))
                 return folders.final(writing.partial)
-            self._agreed(lambda: self._write(writing), "cannot write the checkpoint")
-            self._agreed(lambda: self._complete(writing), "cannot write the checkpoint")
+            failure = f"cannot write {folders.final(place)}"
+            self._agreed(lambda: self._write(writing), failure)
+            self._agreed(lambda: self._complete(writing), failure)
         except BaseException:
             for path in partial:
                 shutil.rmtree(path, ignore_errors=True)
@@ -246,12 +247,12 @@ class Checkpoints:
         self, folder: Path, config: Any, *, dtype: torch.dtype | None, size: int
     ) -> None:
         """Write weights for others to read. A collective that raises InputError on all ranks."""
-        program, failure = self._program, "cannot write the weights"
+        program, failure = self._program, f"cannot write the weights into {folder}"
         settings = None if program.rank else config  # rank 0 writes it
         config = self._on_rank(lambda: published.configuration(settings), failure)
         pieces = folder / ".pieces"
-        path = self.save(pieces, {}, asynchronous=False, keep=None, optimizer=False)
         try:
+            path = self.save(pieces, {}, asynchronous=False, keep=None, optimizer=False)
             checkpoint = self._on_rank(lambda: folders.read(path), failure)
             shards = published.PublishedFiles.of(checkpoint, size, dtype)
 
