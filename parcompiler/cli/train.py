@@ -309,6 +309,10 @@ def _ranks(line: Sequence[str], size: int) -> int:
             time.sleep(0.1)
             codes = [process.poll() for process in processes]
             code = DONE if set(codes) == {DONE} else next(filter(None, codes), None)
+        if code < 0:  # by a signal; nobody else says so where it was the only rank
+            killed = f"rank {codes.index(code)} was ended by {signal.strsignal(-code)!r}"
+            click.echo(f"{killed} (signal {-code}): type the same line to go on", err=True)
+            code = 128 - code  # as shells have it
         # The others notice and report by themselves, unless they have not yet connected.
         _wait(processes, GRACE)
         _signal(processes, signal.SIGKILL)

@@ -27,6 +27,11 @@ def test_a_rank_that_waits_for_one_that_failed_is_ended(monkeypatch: pytest.Monk
     assert train._ranks(["-c", FAILS], 2) == 3
 
 
+def test_a_rank_that_is_killed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train._ranks(["-c", "import os; os.kill(os.getpid(), 9)"], 1) == 128 + 9
+    assert "rank 0 was ended by 'Killed' (signal 9): type the sam" in capsys.readouterr().err
+
+
 def test_ranks_that_end_well_are_waited_for() -> None:
     assert train._ranks(["-c", "import time; time.sleep(0.3)"], 2) == 0
 
