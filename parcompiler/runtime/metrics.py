@@ -28,7 +28,8 @@ class Metrics:
     `jsonl` is a file that gets a line of JSON each time, `tensorboard` the folder of its events,
     `steps` the number of steps in all. The rank that computes longest, and memory, are over all
     ranks in the reported step. MFU, the model's FLOPs over the peak of all devices, needs the
-    report of the worker's export. Every rank makes one and makes the same calls.
+    report of the worker's export. Every rank makes one and makes the same calls. Raises
+    InputError where the file cannot be written, or TensorBoard is not installed.
     """
 
     def __init__(
@@ -45,8 +46,12 @@ class Metrics:
         self._events: Any = None
         self._file = None
         if worker.rank == 0 and jsonl is not None:
-            Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
-            self._file = Path(jsonl).open("a", encoding="utf-8")
+            try:
+                Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
+                self._file = Path(jsonl).open("a", encoding="utf-8")
+            except OSError as error:
+                message = f"cannot write metrics into {jsonl} ({error.strerror}): give another file"
+                raise InputError(message) from error
         if worker.rank == 0 and tensorboard is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter

@@ -30,3 +30,9 @@ def test_speed_is_that_of_the_steps_behind_a_loaded_checkpoint(
     metrics.close()
     told = json.loads((tmp_path / "m.jsonl").read_text())
     assert (told["step"], told["seconds"], told["samples_per_second"]) == (20, 1.5, 4.0)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    worker: Any = SimpleNamespace(rank=0)
+    with pytest.raises(pc.InputError, match=rf"into {tmp_path} \(Is a directory\): give another"):
+        pc.Metrics(worker, jsonl=tmp_path)
