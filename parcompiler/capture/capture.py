@@ -275,7 +275,7 @@ def _export(
     first: Exception | None = None
     with (
         warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
-        checkpoints_run_once(), data_detached(),
+        checkpoints_run_once(), data_detached(original),
         recorded(), draws_unknown(type(original.model).__name__),
         _shaped_without_values(), sets_in_order(original),
         restored(original) if copied is original else nullcontext(), known,

@@ -38,6 +38,8 @@ from torch.overrides import (
 )
 from torch.utils import checkpoint
 
+from parcompiler.errors import CaptureError
+
 _LOGGERS = (
     "torch._subclasses.fake_tensor",
     "torch.fx.experimental.recording",
@@ -109,18 +111,46 @@ def checkpoints_run_once() -> AbstractContextManager[None]:
     return patched(checkpoint, **{CHECKPOINTING: wrapping})
 
 
-def data_detached() -> AbstractContextManager[None]:
-    """`tensor.data` in the model's code is `tensor.detach()`: a trace would see neither values read
-    from it nor changes of a parameter in place."""
+def data_detached(model: nn.Module) -> AbstractContextManager[None]:
+    """`tensor.data` in the model's code is `tensor.detach()`, and assigning to it copies the value
+    there: a trace would see neither values read from it nor changes of a parameter.
+
+    What a copy cannot do raises CaptureError: another shape or dtype, memory of another tensor.
+    """
     original: Any = torch._C.TensorBase.data
+
+    def by_torch() -> bool:
+        return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
     def data(self: torch.Tensor) -> torch.Tensor:
         """The tensor without its history."""
-        by_torch = sys._getframe(1).f_code.co_filename.startswith(TORCH)
-        detached: torch.Tensor = original.__get__(self) if by_torch else self.detach()
+        detached: torch.Tensor = original.__get__(self) if by_torch() else self.detach()
         return detached
 
-    return patched(torch.Tensor, data=property(data, original.__set__))
+    def assign(self: torch.Tensor, value: torch.Tensor) -> None:
+        """Give the tensor the numbers of another, which stays apart from it."""
+        if by_torch():
+            original.__set__(self, value)
+            return
+        if (value.shape, value.dtype) != (self.shape, self.dtype):
+            message = (
+                f"`.data` of a tensor ({tuple(self.shape)}, {self.dtype}) is assigned a tensor of "
+                f"another kind ({tuple(value.shape)}, {value.dtype}): assign one of the same"
+            )
+            raise CaptureError(message)
+        memory = value.untyped_storage()._cdata
+        if memory == self.untyped_storage()._cdata and value.stride() == self.stride():
+            return  # e.g. `weight.data = weight.data.contiguous()`
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        if any(memory == tensor.untyped_storage()._cdata for tensor in tensors):
+            message = (
+                "`.data` of a tensor is assigned the memory of a parameter or buffer, and ranks do "
+                "not share memory: assign a copy (`a.data = b.data.clone()`)"
+            )
+            raise CaptureError(message)
+        self.detach().copy_(value.detach())
+
+    return patched(torch.Tensor, data=property(data, assign))
 
 
 class _Kind(type):
