@@ -134,7 +134,9 @@ class Attributes:
 
     def _items(self, value: Any) -> list[Any] | None:
         """The contents of a container or an object; None if it can hold nothing."""
-        if isinstance(value, tuple | frozenset):
+        if isinstance(value, tuple):  # list() asks for its len(), which a subclass may forbid
+            return list(tuple.__iter__(value))
+        if isinstance(value, frozenset):
             return list(value)
         if not isinstance(value, dict | list | set | deque):
             value = getattr(value, "__dict__", None)

@@ -489,6 +489,24 @@ def test_a_container_that_refuses_changes_is_left_alone() -> None:
     assert model.table is table
 
 
+class Pair(tuple[int, int]):
+    """A tuple that is no sequence, as the representations of e3nn are."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_without_a_length_is_looked_into() -> None:
+    def step(model: Any, x: torch.Tensor) -> Any:
+        model.pair = Pair((1, model.pair[1] + 1))
+        return x * model.pair[1]
+
+    model: Any = Model(step)
+    model.pair = Pair((1, 0))
+    with pytest.raises(CaptureError, match=r"earlier forwards have changed \(pair\)"):
+        capture(model, X)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_model_that_was_run_and_trained_is_as_it_was(fails: bool) -> None:
     model = Model(appends)
