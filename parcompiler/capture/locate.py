@@ -63,6 +63,10 @@ _OTHER_ADVICE = {  # by a word in the error or in the named line
         "packed sequences have lengths that are values of a tensor: they cannot be divided; give "
         "the layer padded rows, and mask what it makes of the padding"
     ),
+    "float(self.num_batches_tracked)": (
+        "a batch norm with momentum=None weighs a batch by a count, which is the value of a "
+        "tensor: give it a momentum (torch.nn.BatchNorm2d(..., momentum=0.1))"
+    ),
     "module_dropout": (
         "LoHa and LoKr of peft drop adapters by chance, and draw a number for that even where "
         "module_dropout is 0. To train them without that, put the adapters into evaluation mode "

@@ -416,6 +416,12 @@ def test_packed_sequences_say_what_to_do() -> None:
         capture(Packing(), inputs)
 
 
+def test_a_batch_norm_that_averages_over_all_batches_says_what_to_do() -> None:
+    model = Stack(lambda: nn.BatchNorm1d(WIDTH, momentum=None))
+    with pytest.raises(CaptureError, match=r"momentum=None .* give it a momentum"):
+        capture(model, XY)
+
+
 @pytest.mark.parametrize("function", [torch.heaviside, torch.floor_divide])
 def test_an_operator_without_a_derivative_is_named_when_gradients_need_it(function: Any) -> None:
     class Stepping(Stack):
