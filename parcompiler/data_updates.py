@@ -52,11 +52,11 @@ class DataUpdates:
         _count("compression_rank", self.rank, 1, "compression='powersgd'", applies=powersgd)
         applies = self.way == "asynchronous"
         _count("staleness", self.staleness, 0, "updates='asynchronous'", applies=applies)
-        numbers = all(isinstance(x, float) and math.isfinite(x) for x in self.outer)
-        if len(self.outer) != 2 * local or not numbers:
+        _owned("outer", self.outer or None, "updates='local'", applies=local)
+        if local and not _is_outer(self.outer):
             message = (
-                "outer must be 'average', 'nesterov', or a learning rate and a momentum, and "
-                f"needs updates='local' ({shown(self.outer)} given, updates={self.way!r})"
+                "outer must be 'average', 'nesterov', or a learning rate above 0 and a momentum "
+                f"from 0 to below 1 ({shown(self.outer)} given)"
             )
             raise InputError(message)
         if self.compression is not None and self.way != "all-reduce":
@@ -81,6 +81,7 @@ class DataUpdates:
         _owned("every", every, "updates='local'", applies=local)
         _owned("compression_rank", compression_rank, "compression='powersgd'", applies=powersgd)
         _owned("staleness", staleness, "updates='asynchronous'", applies=updates == "asynchronous")
+        _owned("outer", outer, "updates='local'", applies=local)
         settings: object = ("nesterov" if local else ()) if outer is None else outer
         settings = OUTER.get(settings, settings) if isinstance(settings, str) else settings
         numbers = list[Any](settings if isinstance(settings, tuple | list) else (settings,))
@@ -120,6 +121,14 @@ class DataUpdates:
     def averages(self) -> bool:
         """Whether a round ends with the plain average of the weights."""
         return self.outer == OUTER["average"]
+
+
+def _is_outer(numbers: Sequence[object]) -> bool:
+    """Whether these are a learning rate and a momentum with which weights follow their averages."""
+    match numbers:
+        case float(rate), float(momentum):
+            return 0 < rate < math.inf and 0 <= momentum < 1
+    return False
 
 
 def _count(name: str, value: object, least: int, owner: str, *, applies: bool) -> None:
