@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx, nn
@@ -28,19 +27,22 @@ from parcompiler.passes.decide import start
 from parcompiler.passes.given import division
 from parcompiler.passes.recompute import check_patterns, chosen
 from parcompiler.passes.shard.local import local
-from parcompiler.passes.shard.plan_entries import check_pins
+from parcompiler.passes.shard.plan_entries import check_pins, check_tensors
 from parcompiler.passes.user_passes import (
     check_blocks,
     check_method,
     check_recomputed,
     granularity_of,
     repeated,
+    undecided,
 )
 from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
 from parcompiler.schedules.planned import planned, trunk
 from parcompiler.schedules.vocabulary import spread
+
+MOST_SECONDS = 1e9  # thirty years: the longest time of a template that sums can go on with
 
 
 def check_types(mesh: object, loss: object, plan: object, passes: object) -> None:
@@ -102,12 +104,6 @@ def check_options(
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
     if isinstance(mesh, Mesh):
         check_mesh(mesh, model, options, plan)
-        if options.zero not in ("auto", 0) and mesh.replicas == 1:
-            message = (
-                f"zero={options.zero} shares states out among data ranks, and there is only one "
-                "(data=1): leave zero out"
-            )
-            raise InputError(message)
     if options.zero not in ("auto", 0) and options.asynchronous:
         message = (
             f"zero={options.zero} gathers parameters after the optimizer's step, and "
@@ -126,6 +122,7 @@ def check_mesh(
     _check_size(mesh, options, plan)
     _check_order(mesh, options)
     _check_replicas(mesh, model, plan)
+    _check_zero(mesh, options)
     _check_data_updates(mesh, options)
     _check_whole(mesh, options)
 
@@ -387,7 +384,7 @@ def _check_order(mesh: Mesh, options: Options) -> None:
                 f"micro-batches (given: pipeline={ranks}, microbatches={options.microbatches})"
             )
             raise InputError(message)
-        each = max(map(wanted.placement.count, range(wanted.ranks)))
+        each = wanted.virtual_stages
         if options.virtual_stages not in (1, each):
             message = (
                 f"the schedule {wanted.name!r} has {each} stages on a rank (virtual_stages="
@@ -433,6 +430,16 @@ def _check_replicas(mesh: Mesh, model: nn.Module | None, plan: Plan | None) -> N
         _check_updates(mesh, planned(plan))
 
 
+def _check_zero(mesh: Mesh, options: Options) -> None:
+    """Refuse a level of ZeRO where no data ranks share anything out."""
+    if options.zero not in ("auto", 0) and mesh.replicas == 1:
+        message = (
+            f"zero={options.zero} shares states out among data ranks, and there is only one "
+            "(data=1): leave zero out"
+        )
+        raise InputError(message)
+
+
 def _degrees(of: Mapping[str, int]) -> str:
     """Degrees of axes in the form of a mesh's arguments."""
     return ", ".join(f"{axis}={number}" for axis, number in of.items())
@@ -470,10 +477,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
                     "it was made with"
                 )
             raise PlanError(message)
-    decisions = ["schedule", "granularity", "stages", "recompute"]
-    decisions += ["sharding"] if problem.mesh.tensor > 1 else []
-    missing = [n for n in decisions if getattr(plan, n) is None]
-    if missing:
+    if missing := undecided(plan):
         message = f"the plan leaves {missing[0]!r} undecided"
         raise PlanError(message)
     _check_schedule(problem.options, plan)
@@ -486,7 +490,9 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         message = f"the plan has other updates of data ranks ({there}; asked for: {here})"
         raise PlanError(message)
     rank_problem = local(problem, plan)
-    check_pins(local(problem, dataclasses.replace(plan, sharding=None)), plan)
+    whole = local(problem, dataclasses.replace(plan, sharding=None))
+    check_pins(whole, plan)
+    check_tensors(whole, plan)
     _check_costs(rank_problem, plan)
     _check_vocabulary_costs(plan)
     if plan.vocabulary_costs is not None:
@@ -501,6 +507,12 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 def _check_schedule(options: Options, plan: Plan) -> None:
     """Refuse a plan with another schedule than the options ask for."""
     schedule, wanted = trunk(plan), options.schedule
+    if plan.virtual_stages != schedule.virtual_stages:
+        message = (
+            f"the plan has virtual_stages {plan.virtual_stages}, and its orders have "
+            f"{schedule.virtual_stages} stages on a rank"
+        )
+        raise PlanError(message)
     if isinstance(wanted, Schedule):
         if schedule != wanted:
             message = f"the plan has another schedule ({shown(plan.schedule)}) than {wanted.name!r}"
@@ -586,8 +598,11 @@ def _check_seconds(costs: object, fields: Sequence[str], subject: str) -> None:
     """Refuse numbers that cannot be seconds."""
     for field in fields:
         seconds = getattr(costs, field)
-        if not 0 <= seconds < math.inf:
-            message = f"the plan's {subject} must have seconds as {field!r} ({seconds} found)"
+        if not 0 <= seconds <= MOST_SECONDS:
+            message = (
+                f"the plan's {subject} must have seconds as {field!r} ({seconds} found; 0 to "
+                f"{MOST_SECONDS:g})"
+            )
             raise PlanError(message)
 
 

@@ -82,9 +82,9 @@ class Request:
         return cls(**{**data, "options": options, "data": batches})
 
     def options_on(self, mesh: Mesh | Cluster) -> dict[str, Any]:
-        """The options for another mesh: without `zero` where there is only one data rank, which
+        """The options for another mesh: without `zero` where there can be only one data rank, which
         `compile` refuses."""
-        alone = isinstance(mesh, Mesh) and mesh.replicas == 1
+        alone = (mesh.replicas if isinstance(mesh, Mesh) else mesh.size) == 1
         return {
             name: value for name, value in self.options.items() if not (alone and name == "zero")
         }

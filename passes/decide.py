@@ -26,7 +26,7 @@ from parcompiler.passes.least import is_known, least_step
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
-from parcompiler.passes.user_passes import checked, granularity_of
+from parcompiler.passes.user_passes import check_finished, checked
 from parcompiler.passes.vocabulary import VocabularyPass, choices_for
 from parcompiler.plan import MeshChoice, Method, Plan, Shape
 from parcompiler.problem import Problem
@@ -300,7 +300,7 @@ def _completing(
             if type(item) not in BUILT_IN:
                 current = _with_recompute(current, plan, after)
             plan = after
-        granularity_of(plan)
+        check_finished(plan)
         check_host(problem, plan)
         return plan
 

@@ -254,7 +254,7 @@ def _with_named_schedule(plan: Plan, name: str, wanted: int) -> Plan:
 
 def _with_own_schedule(plan: Plan, schedule: Schedule) -> Plan:
     """The plan with a user's own schedule."""
-    virtual_stages = max(map(schedule.placement.count, range(schedule.ranks)))
+    virtual_stages = schedule.virtual_stages
     if schedule.name in SCHEDULES:
         with suppress(InputError):  # its orders may not be those of its name
             named = _with_named_schedule(plan, schedule.name, virtual_stages)

@@ -56,9 +56,7 @@ def _valid(problem: Problem, before: Plan, after: Plan) -> Plan:
     check_method(plan)
     rank_problem = local(problem, plan)
     if plan.schedule is not None:
-        order = trunk(plan)
-        most = max(map(order.placement.count, range(order.ranks)))
-        plan = dataclasses.replace(plan, virtual_stages=most)
+        plan = dataclasses.replace(plan, virtual_stages=trunk(plan).virtual_stages)
     if plan.stages is not None:
         check_blocks(rank_problem, plan)
     check_recomputed(rank_problem, plan)
@@ -120,6 +118,9 @@ def check_recomputed(problem: Problem, plan: Plan) -> None:
                 f"the plan recomputes {shown(name, 200)}, which {why} (blocks: {', '.join(known)})"
             )
             raise PlanError(message)
+    for name in repeated(plan.recompute or ()):
+        message = f"the plan recomputes {shown(name)} twice"
+        raise PlanError(message)
 
 
 def repeated(names: Sequence[str]) -> list[str]:
@@ -127,9 +128,24 @@ def repeated(names: Sequence[str]) -> list[str]:
     return sorted({name for name in names if names.count(name) > 1})
 
 
+def undecided(plan: Plan) -> list[str]:
+    """The fields that a finished plan needs and this one lacks."""
+    needed = ["schedule", "granularity", "stages", "recompute"]
+    needed += ["sharding"] if plan.mesh.tensor > 1 else []
+    return [name for name in needed if getattr(plan, name) is None]
+
+
+def check_finished(plan: Plan) -> None:
+    """Refuse a plan that the passes left undecided, which could not be used again either."""
+    if missing := undecided(plan):
+        message = (
+            f"the passes left the plan undecided (it lacks {', '.join(missing)}): give passes= "
+            "that decide these, too, as those of passes.DEFAULT do"
+        )
+        raise PlanError(message)
+
+
 def granularity_of(plan: Plan) -> int:
     """The granularity of a finished plan."""
-    if plan.granularity is None or plan.stages is None or plan.schedule is None:
-        message = "the passes left the plan undecided: schedule and stage are needed"
-        raise PlanError(message)
+    assert plan.granularity is not None, "check_finished refuses others"
     return plan.granularity

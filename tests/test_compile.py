@@ -20,6 +20,7 @@ import parcompiler as pc
 from parcompiler.device import device
 from parcompiler.passes import SchedulePass
 from parcompiler.plan import StageChoice, VocabularyChoice
+from parcompiler.schedules import build
 from tests import zoo
 from tests.runtime.workers import batch, compiled, mixed
 
@@ -408,7 +409,7 @@ def test_even_deals_out_the_layers(program: pc.Program) -> None:
 
 
 def test_passes_that_leave_the_plan_undecided_are_refused(program: pc.Program) -> None:
-    with pytest.raises(pc.PlanError, match="left the plan undecided: schedule and stage are need"):
+    with pytest.raises(pc.PlanError, match=r"left the plan undecided \(it lacks granularity"):
         pc.compile(program, pc.Mesh(pipeline=2), passes=[SchedulePass()])
 
 
@@ -526,6 +527,35 @@ def test_a_plan_of_other_stages_than_asked_for_is_refused(
     ):
         pc.compile(program, mesh, stages=stages, plan=plan)
     assert pc.compile(program, mesh, stages=(1, 5), plan=plan).plan.stages == plan.stages
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"virtual_stages": 3, "orders": build("1f1b", 2, 4).cells()},
+            "has virtual_stages 3, and its orders have 1",
+        ),
+        ({"recompute": ("layers.0", "layers.0")}, "the plan recomputes 'layers.0' twice"),
+    ],
+)
+def test_fields_of_a_plan_that_contradict_each_other_are_refused(
+    program: pc.Program, fields: dict[str, Any], message: str
+) -> None:
+    plan = dataclasses.replace(program.plan, **fields)
+    with pytest.raises(pc.PlanError, match=message):
+        pc.compile(program, pc.Mesh(pipeline=2), plan=plan)
+
+
+def test_tensors_of_a_plan_are_held_as_its_nodes_say() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mesh, pins = pc.Mesh(tensor=2), {"0.weight": "S(0)"}
+    program = pc.compile(layers, mesh, (torch.zeros(2, 8),), torch.sum, sharding=pins)
+    text = program.plan.to_json()
+    assert pc.compile(program, mesh, plan=pc.Plan.from_json(text)).plan == program.plan
+    edited = pc.Plan.from_json(text.replace('weight: S(0)"', 'weight: S(1)"', 1))
+    with pytest.raises(pc.PlanError, match=r"tensors .*weight: S\(1\).* as .*weight: S\(0\)"):
+        pc.compile(program, mesh, plan=edited)
 
 
 def moved(plan: pc.Plan, stages: list[tuple[list[str], int]]) -> pc.Plan:

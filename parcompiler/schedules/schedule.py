@@ -61,6 +61,11 @@ class Schedule:
         """Number of micro-batches."""
         return 1 + max(action.microbatch for order in self.orders for action in order)
 
+    @property
+    def virtual_stages(self) -> int:
+        """Number of stages on the rank with the most."""
+        return max(map(self.placement.count, range(self.ranks)))
+
     def __str__(self) -> str:
         """The picture of the schedule: one line per rank, `.` is idle."""
         return picture(self.placement, self.orders)

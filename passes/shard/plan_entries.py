@@ -263,6 +263,29 @@ def _output(maker: Strategy, call: NodeCall, place: int) -> Placement:
     return maker.outputs[min(place, len(maker.outputs) - 1)]
 
 
+def check_tensors(problem: Problem, plan: Plan) -> None:
+    """Refuse a user's plan that says of tensors otherwise than its nodes do, which decide.
+
+    `problem` is that of the plan before it is sharded. Raises PlanError, naming the template.
+    """
+    if plan.sharding is None:
+        return
+    graph = problem.graph
+    placements = stored(graph, assignment(graph, plan))
+    held = {node.name: placement for node, placement in placements.items()}
+    for template in fold(graph, level=plan.sharding.level).templates:
+        entry = _entry_of(plan.sharding, template.name, template.first.name)
+        tensors = template.first.tensors
+        lines = [f"{b.attribute}: {held[graph.by_name[b.name].node]}" for b in tensors]
+        if entry.tensors and set(entry.tensors) != set(lines):
+            message = (
+                f"the plan's sharding has the tensors {shown(entry.tensors, 200)} for template "
+                f"{shown(entry.template, 200)}, and its nodes hold them as {shown(lines, 200)}: "
+                "change the nodes, or remove the tensors"
+            )
+            raise PlanError(message)
+
+
 def check_pins(problem: Problem, plan: Plan) -> None:
     """Refuse a user's plan under which ranks hold a parameter otherwise than a pin demands;
     `problem` is that of the plan before it is sharded.

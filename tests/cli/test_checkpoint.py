@@ -124,8 +124,8 @@ def test_a_configuration_is_in_the_checkpoint_and_needs_no_model(
     facts["request"]["options"]["zero"] = 2
     (saved / "checkpoint.json").write_text(json.dumps(facts))
     (saved / "SHA256SUMS").write_text(listing(saved, {}))
-    assert run(["plan", "--checkpoint", "run", "--mesh", "data=1", "--quiet"]) == 0
-    assert run(["plan", "--checkpoint", "run", "--mesh", "pipeline=2", "--quiet"]) == 0
+    for mesh in (["data=1"], ["pipeline=2"], ["auto", "--devices-per-node", "1"]):
+        assert run(["plan", "--checkpoint", "run", "--mesh", *mesh, "--quiet"]) == 0
 
 
 @pytest.mark.parametrize(

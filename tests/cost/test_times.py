@@ -182,6 +182,7 @@ def test_passes_that_cannot_run_here_are_named(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"t": -1.0}, r"vocabulary costs must have seconds as 't' \(-1.0 found"),
         ({"embed": math.inf}, r"vocabulary costs must have seconds as 'embed' \(inf found"),
+        ({"embed": 1e300}, r"vocabulary costs must have seconds as 'embed' \(1e\+300 found; 0 to"),
         ({"method": "vocab-2"}, "of method 'vocab-2', and its vocabulary is 'vocab-1': measure"),
     ],
 )

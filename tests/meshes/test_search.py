@@ -374,6 +374,16 @@ def test_options_that_no_mesh_can_have_are_refused_by_name() -> None:
         pc.compile(model, pc.Cluster(1, 2, "h100"), recompute={"no": True}, schedule="1f1b")
 
 
+def test_meshes_without_data_ranks_are_passed_over_where_states_shall_be_shared_out() -> None:
+    model = captured(SMALL)
+    found = pc.compile(model, pc.Cluster(1, 2, "cpu"), schedule="1f1b", zero=3).plan
+    assert (found.mesh.data, found.zero) == (2, 3)
+    reasons = [choice.reason or "" for choice in found.meshes or () if choice.data == 1]
+    assert any("only one (data=1)" in reason for reason in reasons), reasons
+    with pytest.raises(pc.InputError, match=r"zero=3 .* only one \(data=1\)"):
+        pc.compile(model, pc.Cluster(1, 1, "cpu"), schedule="1f1b", zero=3)
+
+
 def test_a_plan_and_a_cluster_exclude_each_other() -> None:
     model = captured(SMALL)
     with pytest.raises(pc.InputError, match="a plan is for one mesh"):

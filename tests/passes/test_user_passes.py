@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import parcompiler as pc
-from parcompiler.passes import DEFAULT, Pass
+from parcompiler.passes import DEFAULT, Pass, ShardPass
 from parcompiler.plan import StageChoice, VocabularyChoice
 from parcompiler.problem import Problem
 from tests import zoo
@@ -116,6 +116,12 @@ def test_a_search_over_meshes_says_what_own_passes_leave_undecided(program: pc.P
     with pytest.raises(pc.InfeasibleError) as caught:
         pc.compile(program, pc.Cluster(1, 2, "cpu"), passes=[])
     assert "the passes left the plan undecided" in "".join(caught.value.__notes__)
+
+
+def test_tensor_ranks_need_a_pass_that_decides_their_sharding(program: pc.Program) -> None:
+    passes = [item for item in DEFAULT if not isinstance(item, ShardPass)]
+    with pytest.raises(pc.PlanError, match=r"left the plan undecided \(it lacks sharding\)"):
+        pc.compile(program, pc.Mesh(tensor=2), passes=passes)
 
 
 @pytest.mark.parametrize(
