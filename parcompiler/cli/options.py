@@ -175,9 +175,10 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
      "tokens: the loss of a step is the mean over all targets that count in its "
      "micro-batches and data ranks. Default: the mean of the micro-batches' means."),
     ("--costs", words.listed("WORD", words.COSTS),
-     "Where the times of blocks come from: model (the device's figures), or "
-     "measured (each distinct block, the passes of a spread vocabulary and what tensor "
-     "ranks exchange are run on this machine). Default: model."),
+     "Where the times of blocks come from: model (the device's figures), measured "
+     "(each distinct block, the passes of a spread vocabulary and what tensor ranks "
+     "exchange are run on this machine), or compiled (likewise, by torch.compile's "
+     "compiler). Default: model."),
     ("--optimizer", words.listed("NAME", words.OPTIMIZERS),
      f"The optimizer whose states count in the memory of a plan: {', '.join(words.OPTIMIZERS)}. "
      "Default: adamw."),
