@@ -169,7 +169,8 @@ def step(
     even = sum(ranks) / problem.mesh.pipeline
     if rank_priced.pace:
         even = sum((*rank_priced.forward, *rank_priced.backward)) / rank_priced.pace + everywhere
-    rows, tokens = _rows(problem.graph), _tokens(problem.graph)
+    graph = problem.graph.undivided or problem.graph  # context ranks look up pieces of the tokens
+    rows, tokens = _rows(graph), _tokens(graph)
     updates = (e.end - e.begin for e in timeline.events if e.instruction.kind is Kind.UPDATE)
     return data.PredictedStep(
         seconds=seconds,

@@ -11,6 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
+import parcompiler as pc
 from parcompiler.cli import output
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
@@ -18,6 +19,7 @@ from parcompiler.report import Report
 from parcompiler.report.events import MeasuredStep
 from parcompiler.report.web import pages
 from parcompiler.runtime.interpreter import InstructionTime
+from tests import zoo
 from tests.report.programs import Made, odd, odd_on_slow_device, small_gpt, small_t5
 
 PROGRAMS = {"gpt": small_gpt, "t5": small_t5, "odd": odd, "slow": odd_on_slow_device}
@@ -93,6 +95,14 @@ def test_samples_and_tokens_are_left_out_where_they_cannot_be_told() -> None:
     assert (small_gpt().report.step.rows, small_gpt().report.step.tokens) == (8, 256)
     assert small_t5().report.step.tokens is None  # of the encoder or of the decoder?
     assert odd().report.step.tokens is None
+
+
+def test_the_tokens_of_context_ranks_are_those_of_whole_rows() -> None:
+    model, inputs = zoo.build("gpt")
+    mesh = pc.Mesh(context=2)
+    step = pc.compile(model, mesh, inputs, microbatches=4, schedule="1f1b").report().step
+    rows, sequence = inputs["tokens"].shape
+    assert (step.rows, step.tokens) == (4 * rows, 4 * rows * sequence)
 
 
 def test_what_deserves_a_second_look_is_found() -> None:
