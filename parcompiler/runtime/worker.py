@@ -278,7 +278,8 @@ class Worker:
         for other numbers of rows, as `step` does.
 
         The mode changes operators only: dropout, attention's dropout, norms. Branches of the
-        model's Python code on `self.training` were decided when the model was captured.
+        model's Python code on `self.training` were decided when the model was captured:
+        `program.verify()` says whether the loss differs for that reason.
         """
         self._settle()
         if metrics is None:

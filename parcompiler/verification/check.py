@@ -305,10 +305,11 @@ def _job(
     if graph.random:
         whole = dataclasses.replace(graph.undivided or graph, tensors=graph.tensors)
         draws = draws_of_stages(whole, variant.lowered, batches[0])
+    served = variant.lowered.updates.way == "asynchronous"  # an evaluation counts as an arrival
     return Job(
         str(path), batches, seed, optimizer=OPTIMIZER, options=_options(graph), draws=draws,
         patience=patience + COMPILING * ranks.compiled, compiled=ranks.compiled,
-        device=ranks.device,
+        device=ranks.device, evaluate=not (served or ranks.compiled),
     )  # fmt: skip
 
 
@@ -436,23 +437,37 @@ def _at_scale(
     nudged: bool = False,
 ) -> Outcome:
     """The outcome of the original model when its loss is scaled for the backward."""
+    ranks, each = variant.lowered.grid.batches, variant.lowered.microbatches
+    with Original(variant, seed, dtype, scale, nudged=nudged) as original:
+        with computing_as(alone):
+            evaluation = original.evaluation(batches[0], range(0, ranks * each, each))
+        outcome = _trained(original, variant, batches, arrivals)
+        return dataclasses.replace(outcome, evaluation=evaluation)
+
+
+def _trained(
+    original: Original,
+    variant: Compiled,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    arrivals: Sequence[int],
+) -> Outcome:
+    """The outcome of the steps of the original model."""
     optimizer = partial(getattr(torch.optim, OPTIMIZER), **_options(variant.problem.graph))
     ranks = variant.lowered.grid.batches
     count = variant.lowered.microbatches * ranks
-    with Original(variant, seed, dtype, scale, nudged=nudged) as original:
-        if variant.lowered.asynchronous:
-            return reenacted(original, variant.lowered, batches, optimizer)
-        if variant.lowered.updates.way == "asynchronous":
-            order = arrivals or [*range(ranks)] * len(batches)
-            return DataRanks(original, variant.lowered, optimizer).in_order(batches, order)
-        if variant.lowered.updates.way == "local":
-            return DataRanks(original, variant.lowered, optimizer).apart(batches)
-        if variant.lowered.updates.compression is not None:
-            return DataRanks(original, variant.lowered, optimizer).together(batches)
-        if ranks > 1 and is_synchronized(original.graph.fx_graph):
-            return accumulated_together(original, batches[0], count, optimizer, ranks)
-        with computing_as(alone):  # ignore torch.distributed in this process
-            return accumulated(original, batches[0], count, optimizer, ranks)
+    if variant.lowered.asynchronous:
+        return reenacted(original, variant.lowered, batches, optimizer)
+    if variant.lowered.updates.way == "asynchronous":
+        order = arrivals or [*range(ranks)] * len(batches)
+        return DataRanks(original, variant.lowered, optimizer).in_order(batches, order)
+    if variant.lowered.updates.way == "local":
+        return DataRanks(original, variant.lowered, optimizer).apart(batches)
+    if variant.lowered.updates.compression is not None:
+        return DataRanks(original, variant.lowered, optimizer).together(batches)
+    if ranks > 1 and is_synchronized(original.graph.fx_graph):
+        return accumulated_together(original, batches[0], count, optimizer, ranks)
+    with computing_as(alone):  # ignore torch.distributed in this process
+        return accumulated(original, batches[0], count, optimizer, ranks)
 
 
 def _narrowest(graph: Graph) -> torch.dtype | None:

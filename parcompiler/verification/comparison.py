@@ -24,7 +24,8 @@ class Errors:
     error is infinite. An `asynchronous` program has no error of gradients: its updates have used
     them. `rounding` is the error of the model in one process against itself in float64. It is
     measured, and allowed for, if the limit is exceeded although float64 shows no difference.
-    `sizes` names those that differ from the program's.
+    `sizes` names those that differ from the program's. `evaluation` is the error of the loss in
+    evaluation mode; None if it is not compared.
 
     The error of a tensor is its largest absolute difference divided by its largest element. If that
     is so small that four roundings of the largest element among all tensors would exceed the limit,
@@ -48,6 +49,7 @@ class Errors:
     rounding: float = 0.0
     cause: str = ""
     sizes: str = ""
+    evaluation: float | None = None
 
     @property
     def largest(self) -> float:
@@ -58,7 +60,12 @@ class Errors:
     def ok(self) -> bool:
         """Whether every error is within the limit, or within a few times the model's own
         rounding."""
-        return self.largest <= max(self.limit, OWN_ROUNDINGS * self.rounding)
+        return self.largest <= self.allowed
+
+    @property
+    def allowed(self) -> float:
+        """The largest error that rounding explains."""
+        return max(self.limit, OWN_ROUNDINGS * self.rounding)
 
     def __str__(self) -> str:
         """One line."""
@@ -117,6 +124,15 @@ class Verification:
         return self.decisive.parameter
 
     @property
+    def evaluation_error(self) -> float | None:
+        """Relative error of the loss in evaluation mode, before the step.
+
+        None if it is not compared: the model has no such loss or draws random numbers for it, data
+        ranks do not wait for each other, or layers are compiled. It does not count for `ok`.
+        """
+        return self.decisive.evaluation
+
+    @property
     def worst(self) -> str:
         """The parameter with the largest error."""
         return self.decisive.worst
@@ -129,7 +145,14 @@ class Verification:
     def __str__(self) -> str:
         """The verdict and a line per comparison."""
         verdict = "ok" if self.ok else "NOT EQUAL to the original model"
-        rows = [f"  {row}" for row in (self.native, self.lifted, self.note) if row]
+        evaluation, error = "", self.evaluation_error
+        if error is not None and error > self.decisive.allowed:
+            evaluation = (
+                f"in evaluation the loss is {error:.1e} from the model's, whose code branches on "
+                "self.training: worker.evaluate takes the branch of the capture; evaluate by the "
+                "model itself, with the weights of worker.gather_state_dict()"
+            )
+        rows = [f"  {row}" for row in (self.native, self.lifted, evaluation, self.note) if row]
         return "\n".join([f"verified: {verdict}", *rows])
 
 
@@ -153,6 +176,9 @@ def compare(
     )
     state = dict(_differences(reference.state, again.state, named, trained, narrow))
     loss = _relative(reference.losses, program.losses, 0.0)
+    evaluation = None
+    if reference.evaluation is not None and program.evaluation is not None:
+        evaluation = _relative(reference.evaluation, program.evaluation, 0.0)
     errors = {**state, **gradients}
     causes = [
         _cause({"": loss}, {"": reference.losses}, {"": program.losses}, "the loss"),
@@ -168,6 +194,7 @@ def compare(
         bitwise=not any((loss, *errors.values())),
         limit=_limit(dtype),
         cause="; ".join(filter(None, causes)),
+        evaluation=evaluation,
     )
 
 

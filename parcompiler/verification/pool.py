@@ -46,7 +46,8 @@ class Job:
     the numbers of its random operators' draws; None leaves the RNG alone. `patience` is the time
     limit in seconds. `scale` is the loss scale of a float16 program, `max_norm` the limit for
     clipping gradients. `compiled`: layers are compiled. `device` is "cpu", or "cuda" for this
-    machine's GPUs, which ranks share if there are fewer.
+    machine's GPUs, which ranks share if there are fewer. With `evaluate`, the first micro-batch of
+    each data rank is evaluated before the steps.
     """
 
     program: str
@@ -60,6 +61,7 @@ class Job:
     max_norm: float | None = None
     compiled: bool = False
     device: str = "cpu"
+    evaluate: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Outcome:
     `gradients` are those of the first step by name; an asynchronous program leaves none. `norms`
     are those of the gradients of each step, if a worker computes them; `scale` is the loss scale of
     the next step. `compression_error` is the error of compressed gradients relative to whole ones,
-    `arrivals` the order in which the steps of data ranks counted.
+    `arrivals` the order in which the steps of data ranks counted. `evaluation` is the loss of the
+    first micro-batches in evaluation mode, before the steps.
     """
 
     losses: torch.Tensor
@@ -79,6 +82,7 @@ class Outcome:
     compression_error: float | None = None
     norms: torch.Tensor | None = None
     arrivals: torch.Tensor | None = None
+    evaluation: torch.Tensor | None = None
 
     @property
     def loss(self) -> torch.Tensor:
@@ -123,6 +127,7 @@ class Pool:
             return Outcome(
                 numbers["losses"], gradients, state, float(numbers["scale"]),
                 norms=numbers["norms"], arrivals=numbers.get("arrivals"),
+                evaluation=numbers.get("evaluation"),
             )  # fmt: skip
 
     def start(self, size: int) -> None:

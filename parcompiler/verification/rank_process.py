@@ -96,6 +96,9 @@ def _run(job: dict[str, Any]) -> None:
         worker.set_optimizer(kind, max_norm=job["max_norm"], **options)
         if job["scale"] is not None:
             worker.loss_scale = job["scale"]
+        evaluation = None
+        if job["evaluate"]:
+            evaluation = worker.evaluate(_batch(worker, job["batches"][0], 1))
         first, *others = (_batch(worker, path) for path in job["batches"])
         loss, gradients = _first_step(worker, first)
         losses, norms = [loss], [worker.gradient_norm]
@@ -113,6 +116,8 @@ def _run(job: dict[str, Any]) -> None:
             }
             if worker.arrivals is not None:
                 numbers["arrivals"] = worker.arrivals
+            if evaluation is not None:
+                numbers["evaluation"] = evaluation
             written = {"losses": numbers, "gradients": gradients or {}, "state": state}
             for name, tensors in written.items():
                 on_cpu = {key: tensor.cpu() for key, tensor in tensors.items()}
@@ -156,15 +161,16 @@ def _first_step(
     return loss, gradients
 
 
-def _batch(worker: Worker, path: str) -> object:
-    """The batch of this rank's data coordinate, from the file with those of all, in the form of the
-    compiled inputs."""
+def _batch(worker: Worker, path: str, microbatches: int | None = None) -> object:
+    """The batch of this rank's data coordinate, or its first `microbatches`, from the file with
+    those of all, in the form of the compiled inputs."""
     program = worker.program
     batch = dict(read(Path(path)))
     for spec in program.inputs.values():
         if spec.shape:
-            rows = spec.shape[0] * program.microbatches
-            batch[spec.key] = batch[spec.key].narrow(0, program.batch * rows, rows)
+            first = program.batch * program.microbatches * spec.shape[0]
+            rows = (microbatches or program.microbatches) * spec.shape[0]
+            batch[spec.key] = batch[spec.key].narrow(0, first, rows)
     return program.in_form(batch)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,11 +35,12 @@ from parcompiler.capture.caches import own_caches
 from parcompiler.capture.inputs import with_tensors
 from parcompiler.capture.lift import lifted, lifting
 from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import mixed, narrowed
 from parcompiler.capture.patches import CHECKPOINTING, patched
 from parcompiler.capture.untouched import Attributes, untouched
 from parcompiler.errors import InputError
-from parcompiler.graph import Graph
+from parcompiler.graph import Graph, Modes
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower import Lowered
 from parcompiler.problem import Problem
@@ -193,6 +194,33 @@ class Original:
         pieces = [piece(self.graph, batch, k) for k in range(number)]
         counts = [int(module(*(each[keys[name].key] for name in read))) for each in pieces]
         return counts[i] * number / sum(counts)
+
+    def evaluation(
+        self, batch: Mapping[str, torch.Tensor], numbers: Sequence[int]
+    ) -> torch.Tensor | None:
+        """The mean loss of some micro-batches in evaluation mode. None if the model has no such
+        loss, or draws random numbers for it. The model is afterwards as before."""
+        pieces = [piece(self.graph, batch, i) for i in numbers]
+        some = dict(batch)
+        for spec in self.graph.inputs:
+            if spec.shape:
+                some[spec.key] = torch.cat([each[spec.key] for each in pieces])
+        names = tuple(name for name, _ in self.whole.named_modules())
+        buffers = {n: t.clone() for n, t in _named(self.whole.named_buffers())}
+        before, losses = buffers | self.updated(), list[torch.Tensor]()
+        draws = SeededDraws(self._seed, 0)
+        counted = draws if self.graph.random else nullcontext()
+        try:
+            for k in range(len(pieces)):
+                self.begin(before)
+                with in_modes(self.whole, Modes(names)), self.computing(), torch.no_grad(), counted:
+                    losses.append(self.loss(some, k))
+            return None if draws.counts.total() else torch.stack(losses).mean()
+        except Exception:  # a user's model may raise anything
+            return None
+        finally:
+            self._attributes.restore()
+            self.set_values(before)
 
     def backward(
         self, batch: Mapping[str, torch.Tensor], numbers: Iterable[int], count: int

@@ -449,3 +449,46 @@ def test_gradients_that_float64_alone_lets_through_are_no_difference(precision: 
     assert found.ok, str(found)
     assert "no float64 comparison: under no_grad 'to" in found.note
     assert compiled(Halved(), pc.Mesh(tensor=2), precision="fp64").verify().ok
+
+
+class Branching(nn.Module):
+    """Layers with dropout, and code of their own for training."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm, self.dropout, self.way = nn.BatchNorm1d(4), nn.Dropout(0.5), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.dropout(self.norm(layer(x)))
+        if self.way == "scaled in training" and self.training:
+            x = 2 * x
+        if self.way == "noise in training" and self.training:
+            x = x + torch.randn_like(x)
+        if self.way == "always noise":
+            x = x + torch.randn_like(x)
+        if self.way == "no loss in evaluation" and not self.training:
+            message = "labels are for training"
+            raise ValueError(message)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("way", "differs"),
+    [
+        ("operators alone", False),
+        ("scaled in training", True),
+        ("noise in training", True),
+        ("always noise", None),
+        ("no loss in evaluation", None),
+    ],
+)
+def test_an_evaluation_that_is_not_the_models_is_told(way: str, differs: bool | None) -> None:
+    mesh = pc.Mesh(data=2) if way == "operators alone" else pc.Mesh()
+    found = compiled(Branching(way), mesh).verify(progress=False)
+    assert found.ok, str(found)
+    error = found.evaluation_error
+    assert (None if error is None else error > 1e-3) is differs
+    assert ("branches on self.training" in str(found)) is bool(differs)
