@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
+from parcompiler.capture.blocks import module_of
+from parcompiler.capture.effects import draws_in_evaluation, name_of
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
@@ -72,6 +74,7 @@ def flow(
             captured = _captured(model, inputs, loss, options.narrow, outputs)
             captured = _weighted(captured, options.loss_weights)
             _warn_of_evaluation_mode(captured)
+            _warn_of_draws_in_evaluation(captured)
             _warn_of_whole_gradients(captured, options)
         chosen = DEFAULT if passes is None else tuple(passes)
 
@@ -218,6 +221,19 @@ def _warn_of_evaluation_mode(captured: Graph) -> None:
             "parcompiler: the model is in evaluation mode, as from_pretrained returns it: dropout "
             f"does not act (modules with p > 0: {modes.dropouts}) and batch norms keep their "
             f"statistics (modules: {modes.norms}); call model.train() before compile to train it"
+        )
+        print(message, file=sys.stderr)
+
+
+def _warn_of_draws_in_evaluation(captured: Graph) -> None:
+    """Say on stderr that evaluations draw random numbers, where the model's own may not."""
+    nodes = [node for node in captured.fx_graph.nodes if draws_in_evaluation(node)]
+    if nodes and "" not in captured.modes.evaluating:
+        message = (
+            f"parcompiler: evaluations and predictions draw random numbers as training does "
+            f"({name_of(nodes[0])} {module_of(nodes[0])}"
+            f"{f', {len(nodes)} in all' if len(nodes) > 1 else ''}): branches on self.training are "
+            "those of the capture; program.verify() compares the loss with model.eval()'s"
         )
         print(message, file=sys.stderr)
 

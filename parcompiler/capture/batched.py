@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from parcompiler.capture.effects import arguments_of
+from parcompiler.capture.effects import MODES, arguments_of
 
 _INDEX = "torch._dynamo._trace_wrapped_higher_order_op.ModIndex"  # tensor[i] in a mask
 
@@ -68,13 +68,12 @@ def _is_plain(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = arguments_of(node)
-        return node.target.namespace == "aten" and not any(map(arguments.get, _MODES))
+        return node.target.namespace == "aten" and not any(map(arguments.get, MODES))
     if name == "flat_apply":  # a Function: only this one has no gradient of its own
         return _INDEX in node.args
     return node.op == "get_attr" or node.target is operator.getitem or name in _OF_VMAP
 
 
-_MODES = "train", "training", "use_input_stats", "dropout_p"
 _OF_VMAP = frozenset(
     "_vmap_increment_nesting _vmap_decrement_nesting _add_batch_dim _remove_batch_dim "
     "lazy_load_decompositions".split()

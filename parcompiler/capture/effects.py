@@ -18,6 +18,8 @@ from torch import fx
 from parcompiler.capture.functions import Applied
 from parcompiler.graph import Graph
 
+# Arguments that say whether an operator computes as in training; emitted code follows the mode.
+MODES = frozenset({"train", "training", "use_input_stats", "dropout_p"})
 CASTS = ("to", "_to_copy", "type_as")  # operators that change a dtype
 _MAYBE_COPIES = {"to", "reshape", "contiguous", "type_as", "float", "double", "half", "flatten"}
 _TRAINING_NORMS = {"batch_norm", "instance_norm", "native_batch_norm"}
@@ -74,6 +76,11 @@ def is_random(node: fx.Node) -> bool:
     if name == "scaled_dot_product_attention":
         return _number(arguments_of(node)["dropout_p"]) > 0.0
     return True
+
+
+def draws_in_evaluation(node: fx.Node) -> bool:
+    """Whether a node draws random numbers whatever mode it is in: it has no argument for that."""
+    return is_random(node) and not MODES & arguments_of(node).keys()
 
 
 def _number(value: object) -> float:

@@ -17,10 +17,9 @@ from keyword import iskeyword
 import torch
 from torch import fx
 
+from parcompiler.capture.effects import MODES
 from parcompiler.codegen.literals import Operand, literal, real
 from parcompiler.spmd.elementwise import REDUCTIONS
-
-MODES = frozenset({"train", "training", "use_input_stats"})  # flags for "in training mode"
 
 Number = int | float | complex | torch.SymInt | torch.SymFloat | torch.SymBool
 
