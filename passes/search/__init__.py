@@ -35,7 +35,7 @@ from parcompiler.solver import Status, relative_gap
 from parcompiler.timeline import Message, StageCost, timing
 
 EFFORT = 10.0  # limit of the search, about in seconds of one core
-ACTIONS = 2_500_000  # actions to anneal per unit of effort
+ACTIONS = 1_000_000  # actions to anneal per unit of effort
 SOLVER = 0.1  # CP-SAT's deterministic units per unit of effort
 PROVEN = 1e-6  # relative gap that counts as none: CP-SAT counts in 1/2**24 of the step
 NAMED = 2  # given schedules to try on each placement, at most
