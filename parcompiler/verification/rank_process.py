@@ -88,6 +88,9 @@ def _run(job: dict[str, Any]) -> None:
     store, backend = dist.FileStore(job["store"], size), backend_of(torch.device(job["device"]))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     with _attention(job), load(job["program"]).worker(compiled=job["compiled"] or None) as worker:
+        evaluation = None
+        if job["evaluate"]:  # the model draws nothing there
+            evaluation = worker.evaluate(_batch(worker, job["batches"][0], 1))
         if job["draws"] is not None:
             worker.use_draws(lambda stage, i: SeededDraws(
                 job["seed"], worker.program.microbatch(i), job["draws"][str(stage)]
@@ -96,9 +99,6 @@ def _run(job: dict[str, Any]) -> None:
         worker.set_optimizer(kind, max_norm=job["max_norm"], **options)
         if job["scale"] is not None:
             worker.loss_scale = job["scale"]
-        evaluation = None
-        if job["evaluate"]:
-            evaluation = worker.evaluate(_batch(worker, job["batches"][0], 1))
         first, *others = (_batch(worker, path) for path in job["batches"])
         loss, gradients = _first_step(worker, first)
         losses, norms = [loss], [worker.gradient_norm]
