@@ -138,8 +138,9 @@ def data_detached(model: nn.Module) -> AbstractContextManager[None]:
                 f"another kind ({tuple(value.shape)}, {value.dtype}): assign one of the same"
             )
             raise CaptureError(message)
-        memory = value.untyped_storage()._cdata
-        if memory == self.untyped_storage()._cdata and value.stride() == self.stride():
+        memory, layout = value.untyped_storage()._cdata, (value.stride(), value.storage_offset())
+        same = memory == self.untyped_storage()._cdata
+        if same and layout == (self.stride(), self.storage_offset()):
             return  # e.g. `weight.data = weight.data.contiguous()`
         tensors = itertools.chain(model.parameters(), model.buffers())
         if any(memory == tensor.untyped_storage()._cdata for tensor in tensors):
