@@ -63,7 +63,7 @@ def test_options_come_back_from_the_value(options: dict[str, Any]) -> None:
         ({"updates": "local", "outer": (0.7, float("nan"))}, "outer must be 'average'"),
         ({"updates": "local", "outer": (-0.7, 0.9)}, "outer must be 'average'"),
         ({"updates": "local", "outer": (0.7, 1.0)}, "outer must be 'average'"),
-        ({"outer": "average"}, r"outer is for updates='local' \(outer='average' given\)"),
+        ({"outer": "average"}, "outer is for updates='local' (outer='average' given)"),
         ({"updates": "local", "compression": "bf16"}, "for the gradients that an all-reduce sums"),
         ({"updates": "local", "mesh": {"pipeline": 2}}, "is for data ranks, and there is only one"),
         ({"compression": "bf16", "mesh": {}}, "compression='bf16' is for data ranks"),
