@@ -68,8 +68,8 @@ def test_the_script_in_the_readme_of_a_standalone_folder_runs_with_torch_alone(
         "batch = {'input_ids': ids, 'labels': ids}",
     ]
     own = folder / "own.py"
-    own.write_text("\n".join([BLOCKED, *script[:-1], *batch, script[-1], "print('loss', loss)"]))
-    assert torchrun(2, own).count("loss tensor(") == 2
+    own.write_text("\n".join([BLOCKED, *script[:-1], *batch, script[-1], "print(loss)"]))
+    assert torchrun(2, own).count("tensor(") == 2  # lines of two ranks may be mixed
 
 
 def test_a_wrong_number_of_processes_is_refused(folder: Path) -> None:
