@@ -304,7 +304,7 @@ def _ranks(line: Sequence[str], size: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # both ask for a checkpoint
         signal.signal(number, signal.default_int_handler)
     try:
-        code: int | None = None
+        code, codes = None, list[int | None]()
         while code is None:
             time.sleep(0.1)
             codes = [process.poll() for process in processes]
