@@ -230,7 +230,7 @@ def _warn_of_draws_in_evaluation(captured: Graph) -> None:
     nodes = [node for node in captured.fx_graph.nodes if draws_in_evaluation(node)]
     if nodes and "" not in captured.modes.evaluating:
         message = (
-            f"parcompiler: evaluations and predictions draw random numbers as training does "
+            "parcompiler: evaluations and predictions draw random numbers as training does "
             f"({name_of(nodes[0])} {module_of(nodes[0])}"
             f"{f', {len(nodes)} in all' if len(nodes) > 1 else ''}): branches on self.training are "
             "those of the capture; program.verify() compares the loss with model.eval()'s"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 1800.0  # s that ranks wait for the first one to compile
 LAST_WORDS = 10.0  # s that the first one waits for ranks to read why it does not start
-_START, _READ = "parcompiler/start", "parcompiler/read"  # keys of the ranks' store
+_START, _READ = "start", "read"  # keys in the store of a start
 GRACE = 60.0  # s that ranks get to end after another has failed
 
 
@@ -123,7 +123,7 @@ def train_command(
     from parcompiler.runtime.worker import TIMEOUT
 
     rank, size = place() or (0, 0)  # size 0: this process starts the ranks itself
-    store = rendezvous(TIMEOUT) if size else None
+    store = _of_start(rendezvous(TIMEOUT)) if size else None
     ranks = 0
     if rank == 0:
         import torch
@@ -235,6 +235,15 @@ def _check_place(place: Mesh | Cluster, started: int) -> None:
     last = None if started else place.size - 1
     for name in {device.name for device in devices}:
         rank_device(name, last)
+
+
+def _of_start(store: dist.Store) -> dist.Store:
+    """The keys of this start: torchrun's static rendezvous keeps its store where it starts the
+    ranks again (`--max-restarts`)."""
+    import torch.distributed as dist
+
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"parcompiler train {start}", store)
 
 
 @contextmanager

@@ -148,9 +148,9 @@ class Verification:
         evaluation, error = "", self.evaluation_error
         if error is not None and error > self.decisive.allowed:
             evaluation = (
-                f"in evaluation the loss is {error:.1e} from the model's, whose code branches on "
-                "self.training: worker.evaluate takes the branch of the capture; evaluate by the "
-                "model itself, with the weights of worker.gather_state_dict()"
+                f"evaluation: loss {error:.1e} from the model's. worker.evaluate takes branches on "
+                "self.training as they were captured; where the model has none, it is a fault of "
+                "parcompiler. Evaluate by the model, with worker.gather_state_dict()"
             )
         rows = [f"  {row}" for row in (self.native, self.lifted, evaluation, self.note) if row]
         return "\n".join([f"verified: {verdict}", *rows])

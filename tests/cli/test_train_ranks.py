@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from parcompiler import cli
 from parcompiler.cli import train
@@ -39,6 +40,19 @@ def test_ranks_that_end_well_are_waited_for() -> None:
 def command(*arguments: str) -> None:
     """The command line as a rank's process."""
     sys.exit(cli.run(arguments))
+
+
+def test_ranks_that_are_started_again_do_not_go_by_what_the_first_said_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, told = dist.HashStore(), []
+    for number in ("0", "1"):  # torchrun's static rendezvous keeps the store
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", number)
+        start = train._of_start(store)
+        told.append(start.check([train._START]))
+        start.set(train._START, "{}")
+        told.append(start.check([train._START]))
+    assert told == [False, True, False, True]
 
 
 def test_ranks_that_wait_for_the_first_are_told_why_it_refuses(tmp_path: Path) -> None:

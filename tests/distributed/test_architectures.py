@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import parcompiler as pc
+from parcompiler.capture.effects import draws_in_evaluation
 from tests.architectures import ALL, CHOSEN, REFUSED, build
 
 # Of an EncoderDecoderModel with labels: they say that it computes its own loss.
@@ -29,6 +30,9 @@ def check(name: str, *pipelines: int) -> None:
         assert verification.lifted is not None, verification.note
         assert verification.loss_error <= 1e-9
         assert max(verification.gradient_error, verification.parameter_error) <= 1e-9
+        if not any(map(draws_in_evaluation, program.captured.fx_graph.nodes)):
+            assert verification.evaluation_error is not None
+            assert verification.evaluation_error <= 1e-9
 
 
 @pytest.mark.parametrize("name", CHOSEN)

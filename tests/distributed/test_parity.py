@@ -25,6 +25,8 @@ def check(name: str, pipeline: int, schedule: str, microbatches: int) -> None:
     assert found.native.limit <= 1e-5
     assert found.lifted is not None, found.note
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+    assert found.evaluation_error is not None
+    assert found.evaluation_error <= 1e-9
     if name in BITWISE:
         assert found.native.bitwise, str(found)
 
