@@ -29,8 +29,8 @@ class Metrics:
     the last line counts. `tensorboard` is the folder of its events, `steps` the number of steps in
     all. The rank that computes longest, and memory, are over all ranks in the reported step. MFU,
     the model's FLOPs over the peak of all devices, needs the report of the worker's export. Every
-    rank makes one and makes the same calls. Raises InputError where the file cannot be written, or
-    TensorBoard is not installed.
+    rank makes one and makes the same calls. Raises InputError where `every` is no number of steps,
+    the file cannot be written, or TensorBoard is not installed.
     """
 
     def __init__(
@@ -41,6 +41,9 @@ class Metrics:
         tensorboard: str | Path | None = None,
         steps: int | None = None,
     ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            message = f"every must be a number of steps, at least 1 ({every!r} given)"
+            raise InputError(message)
         self._worker, self._every, self._steps = worker, every, steps
         self._losses: list[torch.Tensor] = []
         self._began, self._first = math.nan, 0  # known when the first step begins

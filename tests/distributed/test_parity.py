@@ -1,6 +1,6 @@
 """Every plan computes what the original model computes: loss, gradients, a step, buffers.
 
-Real processes on this machine, one pool for all tests; see parcompiler/verification.py.
+Real processes on this machine, one pool for all tests; see parcompiler/verification/.
 """
 
 import pytest

@@ -32,7 +32,9 @@ def test_speed_is_that_of_the_steps_behind_a_loaded_checkpoint(
     assert (told["step"], told["seconds"], told["samples_per_second"]) == (20, 1.5, 4.0)
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_refused_by_name(tmp_path: Path) -> None:
     worker: Any = SimpleNamespace(rank=0)
     with pytest.raises(pc.InputError, match=rf"into {tmp_path} \(Is a directory\): give another"):
         pc.Metrics(worker, jsonl=tmp_path)
+    with pytest.raises(pc.InputError, match=r"number of steps, at least 1 \(0 given\)"):
+        pc.Metrics(worker, every=0)
