@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.blocks import module_of
-from parcompiler.capture.effects import draws_in_evaluation, name_of
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
@@ -74,7 +72,7 @@ def flow(
             captured = _captured(model, inputs, loss, options.narrow, outputs)
             captured = _weighted(captured, options.loss_weights)
             _warn_of_evaluation_mode(captured)
-            _warn_of_draws_in_evaluation(captured)
+            _warn_of_unfollowed_modes(captured)
             _warn_of_whole_gradients(captured, options)
         chosen = DEFAULT if passes is None else tuple(passes)
 
@@ -225,15 +223,13 @@ def _warn_of_evaluation_mode(captured: Graph) -> None:
         print(message, file=sys.stderr)
 
 
-def _warn_of_draws_in_evaluation(captured: Graph) -> None:
-    """Say on stderr that evaluations draw random numbers, where the model's own may not."""
-    nodes = [node for node in captured.fx_graph.nodes if draws_in_evaluation(node)]
-    if nodes and "" not in captured.modes.evaluating:
+def _warn_of_unfollowed_modes(captured: Graph) -> None:
+    """Say on stderr that evaluations take branches of training, and why."""
+    if captured.modes.unfollowed:
         message = (
-            "parcompiler: evaluations and predictions draw random numbers as training does "
-            f"({name_of(nodes[0])} {module_of(nodes[0])}"
-            f"{f', {len(nodes)} in all' if len(nodes) > 1 else ''}): branches on self.training are "
-            "those of the capture; program.verify() compares the loss with model.eval()'s"
+            "parcompiler: evaluations and predictions take the branches on self.training that "
+            f"training takes ({captured.modes.unfollowed}); program.verify() compares their loss "
+            "with model.eval()'s"
         )
         print(message, file=sys.stderr)
 

@@ -242,12 +242,14 @@ class Modes:
     """Names of the modules in evaluation mode when a model was captured; "" is the model itself.
 
     In training, `dropouts` of them would draw random numbers, and `norms` would update running
-    statistics.
+    statistics. `unfollowed` says why evaluations take the branches on `self.training` that training
+    takes, where they do.
     """
 
     evaluating: tuple[str, ...] = ()
     dropouts: int = 0
     norms: int = 0
+    unfollowed: str = ""
 
     @property
     def outermost(self) -> tuple[str, ...]:

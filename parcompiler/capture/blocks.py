@@ -181,12 +181,6 @@ def steps(node: fx.Node) -> tuple[ModuleCall, ...]:
     return _steps(tuple(node.meta.get("nn_module_stack", {}).items()))
 
 
-def module_of(node: fx.Node) -> str:
-    """The innermost module that a node is in, in words."""
-    path = next((call.path for call in reversed(steps(node))), "")
-    return f"in module {path!r}" if path else "in the model itself"
-
-
 @lru_cache(maxsize=2**14)  # nodes of one module share it
 def _steps(stack: tuple[tuple[str, tuple[str, object]], ...]) -> tuple[ModuleCall, ...]:
     """The calls of modules in a stack, with the paths that the user's model has."""

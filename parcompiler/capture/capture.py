@@ -34,6 +34,7 @@ from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.caches import own_caches
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.draws import drawing_with_torch_alone, draws_unknown
+from parcompiler.capture.evaluation import add_evaluation, branches
 from parcompiler.capture.functions import call_functions, recorded
 from parcompiler.capture.grad_modes import marked, noticed
 from parcompiler.capture.hooks import hooks_of, without_hooks
@@ -60,7 +61,7 @@ from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.untouched import Attribute, check_attributes, restored, untouched, watched
 from parcompiler.ctc import ctc_loss
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
-from parcompiler.graph import Graph
+from parcompiler.graph import Graph, Modes
 
 
 def capture(
@@ -109,6 +110,26 @@ def _graph_of(
     original: WithLoss, inputs: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known
 ) -> Graph:
     """Export the model with its loss, clean up the graph, and read it."""
+    exported = _exported(original, args, kwargs, known)
+    graph = exported.graph_module.graph
+    unfollowed = ""
+    if any(module.training for module in original.modules()) and branches(original, graph):
+        unfollowed = _follow_modes(exported, original, args, kwargs, known)
+    specs = exported.graph_signature.input_specs
+    names = {
+        kind: {getattr(s.arg, "name", "") for s in specs if s.kind is kind}
+        for kind in (InputKind.USER_INPUT, InputKind.BUFFER)
+    }
+    make_cuttable(graph, *names.values())
+    mark(graph, original)
+    made = renewed(read(original, exported, graph, inputs, positional=not kwargs))
+    return replace(made, modes=replace(made.modes, unfollowed=unfollowed))
+
+
+def _exported(
+    original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known
+) -> torch.export.ExportedProgram:
+    """Export the model with its loss, and clean up the graph."""
     changed: set[Attribute] = set()
     with ONE_THREAD:
         with drawing_with_torch_alone(type(original.model).__name__):
@@ -127,14 +148,54 @@ def _graph_of(
     clean.settle_sizes(graph)
     clean.make_gradients_whole(graph)
     settle_default(graph)
-    specs = exported.graph_signature.input_specs
-    names = {
-        kind: {getattr(s.arg, "name", "") for s in specs if s.kind is kind}
-        for kind in (InputKind.USER_INPUT, InputKind.BUFFER)
-    }
-    make_cuttable(graph, *names.values())
-    mark(graph, original)
-    return renewed(read(original, exported, graph, inputs, positional=not kwargs))
+    return exported
+
+
+def _follow_modes(
+    exported: torch.export.ExportedProgram,
+    original: WithLoss,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: Known,
+) -> str:
+    """Trace the model in evaluation mode too, and let the graph follow the mode. Returns why it
+    cannot; it is that of training then."""
+    graph = exported.graph_module.graph
+    names = tuple(name for name, _ in original.named_modules())
+    other = Known(reads_fixed=known.may_read_fixed)
+    try:
+        with in_modes(original, Modes(names)):
+            evaluated = _exported(original, args, kwargs, other)
+        known.has_read_fixed |= other.has_read_fixed
+        if not _have_equal_constants(exported, evaluated):
+            return "evaluation has other constants"
+        add_evaluation(graph, evaluated.graph_module.graph, len(original.outputs))
+    except Exception as error:  # whatever a user's model raises: training does not need this
+        return str(error).partition("\n")[0]
+    clean.drop_dead(graph)
+    return ""
+
+
+def _have_equal_constants(
+    one: torch.export.ExportedProgram, other: torch.export.ExportedProgram
+) -> bool:
+    """Whether constants that two traces of a model met have the same values."""
+    first, second = (
+        [
+            (spec.arg.name, program.constants[str(spec.target)])
+            for spec in program.graph_signature.input_specs
+            if spec.kind is InputKind.CONSTANT_TENSOR
+        ]
+        for program in (one, other)
+    )
+    return len(first) == len(second) and all(
+        name == other_name
+        and isinstance(tensor, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and not tensor.is_meta
+        and torch.equal(tensor, value)
+        for (name, tensor), (other_name, value) in zip(first, second, strict=True)
+    )
 
 
 def _on_device_of(

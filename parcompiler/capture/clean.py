@@ -233,7 +233,7 @@ def _does_nothing(node: fx.Node, source: fx.Node) -> bool:
     """Whether a node returns its first argument as it is, in the same memory."""
     name = overload_name(node)
     if name not in ("to", "type_as", "dropout"):
-        return name == "alias"
+        return name == "alias" or (name == "by_mode" and node.args[1] is source)
     return source.meta["val"].device == node.meta["val"].device and returned(node) is source
 
 

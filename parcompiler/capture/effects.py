@@ -246,6 +246,16 @@ class Effects:
         writers = self.writers.get(self.root(node), ())
         return all(self._position[writer] < self._position[node] for writer in writers)
 
+    def is_last_use(self, writer: fx.Node) -> bool:
+        """Whether after an update in place nothing reads its memory under an earlier name."""
+        return all(
+            self.is_before(writer, node) or not self.is_before(writer, user)
+            for operand in mutated_operands(writer)
+            for node in self.sharing(self.root(operand))
+            for user in node.users
+            if node is not writer
+        )
+
     def early_readers(self, roots: Collection[fx.Node]) -> set[fx.Node]:
         """Readers of the memory of `roots`, or of a view of it, before its last update."""
         ends = {

@@ -23,7 +23,8 @@ _NO_GRADIENT = frozenset(
     "new_ones new_empty new_full histc".split()
 )
 
-_LIKE_ANOTHER = frozenset("type_as to expand_as view_as reshape_as".split())  # the second operand
+# The second operand gives a type or a shape, or is the value of evaluations.
+_LIKE_ANOTHER = frozenset("type_as to expand_as view_as reshape_as by_mode".split())
 
 
 def differentiable(graph: fx.Graph, trainable: Collection[str], loss: fx.Node) -> frozenset[str]:

@@ -76,7 +76,7 @@ class Known(ModelMode):
     def __init__(self, *, reads_fixed: bool = True) -> None:
         super().__init__()
         self.has_read_fixed = False
-        self._may_read_fixed = reads_fixed
+        self.may_read_fixed = reads_fixed
         self._reads_fixed = False  # before a model is traced
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._saved: list[tuple[dict[str, Any], str, str]] = []
@@ -111,7 +111,7 @@ class Known(ModelMode):
             for name, buffer in module._buffers.items()
             if id(buffer) in saved and _is_of_integers(buffer)
         ]
-        self._reads_fixed = self._may_read_fixed
+        self._reads_fixed = self.may_read_fixed
 
     def _stand_in(self, value: Any) -> Any:
         """The stand-in of a tensor of the model, alone or in a list, during the trace."""

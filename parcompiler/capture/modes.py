@@ -3,7 +3,7 @@
 >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
 >>> _ = model[1].eval()
 >>> modes_of(model)
-Modes(evaluating=('1',), dropouts=0, norms=1)
+Modes(evaluating=('1',), dropouts=0, norms=1, unfollowed='')
 """
 
 from __future__ import annotations

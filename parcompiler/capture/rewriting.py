@@ -90,10 +90,11 @@ def inserted(
     return made
 
 
-def called(target: Callable[..., Any], args: Any) -> Any:
+def called(target: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
     """The result of a function on values without data."""
+    args, kwargs = fx.map_arg((args, kwargs or {}), lambda node: node.meta["val"])
     with torch.no_grad():
-        return target(*fx.map_arg(args, lambda node: node.meta["val"]))
+        return target(*args, **kwargs)
 
 
 def place(module: fx.Node, source: fx.Node | None = None) -> dict[str, Any]:

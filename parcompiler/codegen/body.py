@@ -11,6 +11,7 @@ from torch import fx
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.clean import Context
 from parcompiler.capture.effects import Effects, is_random, mutated_operands
+from parcompiler.capture.evaluation import BY_MODE
 from parcompiler.capture.gradients import recorded_in
 from parcompiler.capture.templates import identifier, unique
 from parcompiler.codegen.attributes import BlockAttributes
@@ -58,11 +59,13 @@ class Body:
         paths = attributes.operands.items() if attributes else ()
         self._paths = {operands[node]: path for node, path in paths}
         self._variables = Variables((), {}, operands)
+        self._conditions: Mapping[fx.Node, Context] = {}
 
     def lines(self, nodes: Sequence[fx.Node], outputs: Mapping[fx.Node, str | None]) -> list[str]:
         """The statements; `outputs` live to the end, under the given name if any."""
         same = merged(nodes, outputs, self._graph, self._effects)
         self._variables = Variables(nodes, outputs, self._operands, self._fixed, same)
+        self._conditions = conditions(self._variables.written, outputs, same, self._effects)
         return list(self._statements(self._variables.written))
 
     def name(self, node: fx.Node) -> str:
@@ -73,23 +76,31 @@ class Body:
     def _statements(self, nodes: Sequence[fx.Node]) -> Iterator[str]:
         """The lines, with a comment where another module begins."""
         place = ""
-        for around, run in itertools.groupby(nodes, lambda node: node.meta.get("contexts", ())):
+        for around, run in itertools.groupby(nodes, self._around):
             members = list(run)
             contexts = self._needed(around, members)
-            yield from _with_lines(contexts)
+            indent = INDENT + 4 * len(contexts)
+            opening = list(_openings(contexts))
             for node in members:
-                statement = self._statement(node, INDENT + 4 * len(contexts))
+                statement = self._statement(node, indent)
                 if statement is None:
                     continue
-                current = self._place(node)
+                opens, current = bool(opening), self._place(node)
+                yield from opening
+                opening = []
                 if current != place:
-                    yield from self._heading(current, node, INDENT + 4 * len(contexts), members[0])
+                    yield from self._heading(current, node, indent, opens=opens)
                 place = current
                 yield statement
 
-    def _heading(self, place: str, node: fx.Node, indent: int, first: fx.Node) -> Iterator[str]:
-        """The lines above the first line of another module: an empty one, and its name."""
-        opens = node is first and indent > INDENT  # the line above opens a `with`
+    def _around(self, node: fx.Node) -> tuple[Context, ...]:
+        """The condition, if any, and the contexts that a node stands under."""
+        condition, contexts = self._conditions.get(node), node.meta.get("contexts", ())
+        return contexts if condition is None else (condition, *contexts)
+
+    def _heading(self, place: str, node: fx.Node, indent: int, *, opens: bool) -> Iterator[str]:
+        """The lines above the first line of another module: its name, and an empty one unless it
+        opens an indented block."""
         if self._variables.position[node] and not opens:
             yield ""
         if place:
@@ -161,9 +172,12 @@ def _remark(node: fx.Node) -> str:
     return ", ".join(part for part in (forward, f"back: {backward}" if backward else "") if part)
 
 
-def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
-    """The `with` statements that a run of nodes stands under."""
+def _openings(contexts: Sequence[Context]) -> Iterator[str]:
+    """The `if` and `with` statements that a run of nodes stands under."""
     for depth, (kind, *arguments) in enumerate(contexts):
+        if kind == "if":
+            yield f"{' ' * (INDENT + 4 * depth)}if {arguments[0]}:"
+            continue
         if kind == "own_draws":
             dim, sizes, axis, zigzag = arguments
             texts = [literal(item) for item in (dim, sizes) if item is not None]
@@ -178,6 +192,32 @@ def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
         else:
             call = f"torch.{kind}()"
         yield f"{' ' * (INDENT + 4 * depth)}with {call}:"
+
+
+def conditions(
+    nodes: Sequence[fx.Node],
+    outputs: Collection[fx.Node],
+    same: Mapping[fx.Node, fx.Node],
+    effects: Effects,
+) -> Mapping[fx.Node, Context]:
+    """The nodes whose values only training or only evaluation uses, with the condition that they
+    stand under. `same` maps nodes that are not written."""
+    only: dict[fx.Node, Context] = {}
+    if not any(node.target is BY_MODE for node in nodes):
+        return only
+    for condition, chosen in ("not self.training", 0), ("self.training", -1):
+        needed, inside = set(outputs), set(nodes)
+        memory = {effects.root(node) for node in outputs}
+        for node in reversed(nodes):
+            roots = {effects.root(operand) for operand in mutated_operands(node)}
+            if node not in needed and (not roots or roots <= inside - memory):
+                only[node] = "if", condition
+                continue
+            read = node.all_input_nodes
+            read = [read[chosen]] if node.target is BY_MODE else read
+            needed.update(items := [same.get(item, item) for item in read])
+            memory.update(map(effects.root, items))
+    return only
 
 
 def merged(

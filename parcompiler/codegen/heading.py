@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._library.custom_ops import OPDEFS
 
+from parcompiler.capture.evaluation import BY_MODE
 from parcompiler.capture.functions import Applied
 from parcompiler.codegen.literals import literal
 from parcompiler.codegen.quoting import comment
@@ -63,6 +64,8 @@ def home_of(node: fx.Node) -> str:
         target = node.args[0]  # the operator that it calls, if any
     if isinstance(target, Applied):
         return target.module
+    if target is BY_MODE:  # written as Python
+        return ""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in _BUILT_IN:
         return ""
     defined = OPDEFS.get(target._schema.name)

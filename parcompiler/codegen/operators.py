@@ -26,6 +26,7 @@ from keyword import iskeyword
 import torch
 from torch import fx
 
+from parcompiler.capture.evaluation import BY_MODE
 from parcompiler.capture.functions import Applied
 from parcompiler.codegen.calls import BoundCall, bind
 from parcompiler.codegen.literals import Operand, literal
@@ -61,6 +62,9 @@ def expression(node: fx.Node, operand: Operand, *, deferring: bool = False) -> s
     """
     if isinstance(node.target, Applied):
         return f"{node.target!r}({', '.join(literal(item, operand) for item in node.args)})"
+    if node.target is BY_MODE:
+        trained, evaluated = (literal(item, operand) for item in node.args)
+        return f"{trained} if self.training else {evaluated}"
     if isinstance(node.target, RuntimeCall):
         return _of_runtime(node, operand)
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -35,10 +35,10 @@ from parcompiler.spmd.runtime_call import is_conversion
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 _FAR = 16  # operators of one line to follow
 
-# Operators that reshape or convert their operand: the result may keep its name.
+# Operators that reshape, convert or choose their operand: the result may keep its name.
 FORMS = frozenset(
     "view reshape transpose permute unsqueeze squeeze expand flatten unflatten contiguous to t "
-    "_unsafe_view clone".split()
+    "_unsafe_view clone by_mode".split()
 )
 
 

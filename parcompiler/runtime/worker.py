@@ -277,9 +277,8 @@ class Worker:
         mean over these, so an average over batches must weigh each by its rows. Raises InputError
         for other numbers of rows, as `step` does.
 
-        The mode changes operators only: dropout, attention's dropout, norms. Branches of the
-        model's Python code on `self.training` were decided when the model was captured:
-        `program.verify()` says whether the loss differs for that reason.
+        Layers compute as the model's do in evaluation mode, its Python branches on `self.training`
+        included, unless `compile` said why they cannot: see docs/limits.md.
         """
         self._settle()
         if metrics is None:

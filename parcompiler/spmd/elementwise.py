@@ -119,6 +119,7 @@ RULES: dict[str, str | Family] = {
     **dict.fromkeys(LINEAR, "*x -> *x"),
     "complex": "*x + *x -> *x",
     "copy": "*x + *x -> *x",
+    "by_mode": "*x + *x -> *x",
     "addcmul": "*x + *x, *x -> *x",
     "addcdiv": "*x + *x, !*x -> *x",
     "lerp": "*x + *x, !*x -> *x",

@@ -148,9 +148,10 @@ class Verification:
         evaluation, error = "", self.evaluation_error
         if error is not None and error > self.decisive.allowed:
             evaluation = (
-                f"evaluation: loss {error:.1e} from the model's. worker.evaluate takes branches on "
-                "self.training as they were captured; where the model has none, it is a fault of "
-                "parcompiler. Evaluate by the model, with worker.gather_state_dict()"
+                f"evaluation: loss {error:.1e} from the model's. Either compile said that "
+                "evaluations take branches of training, or a function outside of the model's "
+                "classes branches on the mode, or it is a fault of parcompiler. Evaluate by the "
+                "model, with worker.gather_state_dict()"
             )
         rows = [f"  {row}" for row in (self.native, self.lifted, evaluation, self.note) if row]
         return "\n".join([f"verified: {verdict}", *rows])

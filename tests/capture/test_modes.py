@@ -114,18 +114,3 @@ def test_the_report_says_which_modules_are_in_evaluation_mode(tmp_path: Path) ->
     assert whole in (folder / "README.md").read_text(encoding="utf-8")
     assert whole in str(pc.load(folder).report())
     assert "mode" not in pc.compile(Model(), pc.Mesh(), inputs()).report().to_text().split()
-
-
-class Noisy(Model):
-    """Adds noise by its own code in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.randn_like(x) if self.training else x)
-
-
-def test_evaluations_that_draw_random_numbers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    for model in (Model(), Noisy().eval()):
-        pc.compile(model, pc.Mesh(), inputs(), progress=False)
-        assert "random numbers" not in capsys.readouterr().err
-    pc.compile(Noisy(), pc.Mesh(), inputs(), progress=False)
-    assert "as training does (randn_like in the model itself): branches" in capsys.readouterr().err

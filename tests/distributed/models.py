@@ -268,6 +268,62 @@ class Random(nn.Module):
         return x + y * keep
 
 
+class Branching(nn.Module):
+    """A layer that computes in training what an evaluation does not, one way of `WAYS`."""
+
+    average: torch.Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first, self.second = way, nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.after = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.ones(WIDTH))
+        if way == "spectral norm":
+            nn.utils.parametrizations.spectral_norm(self.first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor
+        drawn = torch.rand(x.shape[0], 1) if self.way == "depth" and self.training else None
+        if self.way == "noise in place" and self.training:
+            x = x.clone()
+            x += 0.1 * torch.randn_like(x)
+        if self.way == "average" and self.training:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        if self.way == "weights":
+            weight = self.first.weight
+            weight = weight + 0.01 * torch.randn_like(weight) if self.training else weight
+            y = self.second(F.gelu(F.linear(x, weight, self.first.bias)))
+        else:
+            y = self.second(F.gelu(self.first(x - self.average)))
+        if self.way == "other layer" and not self.training:
+            y = self.after(y) + y
+        if self.way == "gumbel":
+            y = F.gumbel_softmax(y, dim=-1) if self.training else y.softmax(-1)
+        if self.way == "depth":
+            y = y if drawn is None else y * drawn.add_(0.8).floor_() / 0.8
+            y += x
+        return y + x
+
+
+WAYS = (
+    *("depth", "noise in place", "average", "weights"),
+    *("other layer", "gumbel", "spectral norm", "depth"),
+)
+
+
+class Branches(Stack):
+    """Layers, and a loss, that branch on `self.training`."""
+
+    def __init__(self) -> None:
+        ways = iter(WAYS)
+        super().__init__(lambda: nn.Sequential(*(Branching(next(ways)) for _ in range(2))))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, labels)
+        return loss + 0.1 * self.head.weight.square().mean() if self.training else loss
+
+
 class Clipped(torch.autograd.Function):
     """The identity, with a gradient that is the user's own."""
 
@@ -389,6 +445,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Loss | None]] = {
     "strided, dropout": (Strided, {"x": rows(6, WIDTH), "labels": classes()}, None),
     "complex": (Complex, XY, None),
     "random": (lambda: Stack(Random), XY, None),
+    "branches": (Branches, XY, None),
     "autograd function": (lambda: Stack(Custom), XY, None),
     "buffers": (Counting, XY, None),
     "assigns attributes": (Remembering, XY, None),

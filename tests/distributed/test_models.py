@@ -26,6 +26,7 @@ def check(program: pc.Program) -> None:
     assert found.ok, str(found)
     assert found.lifted is not None
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+    assert found.evaluation_error is None or found.evaluation_error <= 1e-9
 
 
 @pytest.mark.parametrize("name", MODELS)

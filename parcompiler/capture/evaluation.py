@@ -1,0 +1,310 @@
+"""Forwards that branch on `self.training`: one graph that computes as either mode does.
+
+Operators with an argument for the mode (dropout, batch norms) follow it in emitted code. A trace
+has lost other branches of Python: stochastic depth, jitter, power iterations of spectral norms. A
+model with such nodes is traced in evaluation mode too, and the graph chooses by the mode where an
+operand differs:
+
+    training     x ─► rand, mul ─► m ─► add(h, m)
+    evaluation   x ───────────────────► add(h, x)
+    merged       x ─► rand, mul ─► m ─► by_mode(m, x) ─► add(h, ·)
+
+>>> torch.ops.parcompiler.by_mode(torch.ones(2), torch.zeros(2))  # a step takes the first
+tensor([1., 1.])
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Collection, Container, Hashable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from parcompiler.capture.clean import where
+from parcompiler.capture.effects import (
+    MODES,
+    Effects,
+    arguments_of,
+    draws_in_evaluation,
+    is_random,
+    mutated_operands,
+    overload_name,
+)
+from parcompiler.capture.rewriting import called
+from parcompiler.errors import CaptureError
+from parcompiler.graph import is_floating, tensors_of
+
+_library = torch.library.Library("parcompiler", "FRAGMENT")
+_library.define("by_mode(Tensor(a) trained, Tensor evaluated) -> Tensor(a)")
+_library.impl("by_mode", lambda x, _: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
+
+BY_MODE = torch.ops.parcompiler.by_mode.default
+_FOLLOWING = frozenset({"batch_norm", "instance_norm"})  # update buffers in training mode only
+
+
+def branches(model: nn.Module, graph: fx.Graph) -> bool:
+    """Whether a forward, traced in training, may compute something else in evaluation.
+
+    It does if it draws numbers or updates floating buffers outside of operators that follow the
+    mode; it may if its source says `if self.training`.
+    """
+    writers = Effects(graph).writers.items()
+    written = (
+        node
+        for root, nodes in writers
+        if root.op == "placeholder" and is_floating(root.meta["val"])
+        for node in nodes
+    )
+    return (
+        any(map(draws_in_evaluation, graph.nodes))
+        or any(overload_name(node) not in _FOLLOWING for node in written)
+        or any(map(_asks_for_mode, {base for m in model.modules() for base in type(m).__mro__}))
+    )
+
+
+@lru_cache(maxsize=1024)
+def _asks_for_mode(kind: type) -> bool:
+    """Whether the source of a class branches on `self.training`. Choices of a probability of
+    dropout do not count, as operators follow the mode, nor those about checkpointing."""
+    if kind.__module__.partition(".")[0] in ("builtins", "torch"):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):  # there is no source
+        return False
+    return any(
+        isinstance(node, ast.If | ast.IfExp)
+        and any(isinstance(x, ast.Attribute) and x.attr == "training" for x in ast.walk(node.test))
+        and not re.search("drop|checkpoint", ast.unparse(node))
+        for node in ast.walk(tree)
+    )
+
+
+def add_evaluation(graph: fx.Graph, evaluated: fx.Graph, outputs: int) -> None:
+    """Make a graph traced in training compute as `evaluated` does in evaluation mode.
+
+    Both return the loss and `outputs` further values. Nodes of both that stand at one place of the
+    model's source are one node. Raises CaptureError where the two cannot be merged: they have other
+    inputs, or only one of them changes memory that both use. The graph is that of training then.
+    """
+    for one, other in (graph, evaluated), (evaluated, graph):
+        _leave_shared_memory(one, {_place(node) for node in other.nodes})
+    merging = _Merging(graph, evaluated)
+    merging.pair_up(outputs)
+    merging.apply()
+
+
+def _leave_shared_memory(graph: fx.Graph, others: Collection[Hashable]) -> None:
+    """Make updates that one graph alone has (`x += noise`), of memory that both have, new values.
+
+    Nothing may read the memory under an earlier name afterwards. `others` are the places of the
+    other graph's nodes.
+    """
+    effects = Effects(graph)
+    for root, writers in effects.writers.items():
+        for node in writers if root.op != "placeholder" and _place(root) in others else ():
+            name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+            packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+            target = getattr(packet, overload, None)
+            if _place(node) in others or target is None or not effects.is_last_use(node):
+                continue
+            value = called(target, node.args, node.kwargs)
+            if isinstance(value, torch.Tensor) and _form_of(value) == _form(node):
+                node.target = target
+
+
+class _Merging:
+    """Two graphs of one model, in order: `image` maps nodes of the second to nodes of the first, or
+    to themselves where the first has none."""
+
+    def __init__(self, graph: fx.Graph, evaluated: fx.Graph) -> None:
+        self.graph, self.evaluated = graph, evaluated
+        self.nodes = list(graph.nodes)
+        self.effects, self.other_effects = Effects(graph), Effects(evaluated)
+        self.image: dict[fx.Node, fx.Node] = {}
+        self.choices: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # reader, operand, the other's
+        self.added: dict[fx.Node, list[fx.Node]] = {}  # behind nodes of the first graph
+        self._places: dict[Hashable, list[int]] = {}
+        self._next = 0  # nodes before it are paired, or of the first graph only
+        self._touched = set[fx.Node]()  # memory that such nodes have changed
+
+    def pair_up(self, outputs: int) -> None:
+        """Pair the nodes up. Raises CaptureError where the graphs cannot be merged."""
+        inputs = [node for node in self.nodes if node.op == "placeholder"]
+        others = [node for node in self.evaluated.nodes if node.op == "placeholder"]
+        if [node.name for node in inputs] != [node.name for node in others] or not inputs:
+            message = "evaluation has other inputs or constants"
+            raise CaptureError(message)
+        self.image.update(zip(others, inputs, strict=True))
+        self._next = len(inputs)
+        for number, node in enumerate(self.nodes):
+            self._places.setdefault(_place(node), []).append(number)
+        for node in self.evaluated.nodes:
+            if node.op == "call_function" and not self._pair(node) and not self._add(node):
+                why = "one mode alone draws, writes to memory or has unknown sizes"
+                message = f"{why}: {where(node)}"
+                raise CaptureError(message)
+        last, other = self.graph.output_node(), self.evaluated.output_node()
+        operands = [node.args[0][: 1 + outputs] for node in (last, other)]  # type: ignore[index]
+        self._pass(len(self.nodes) - 1)
+        differing = self._differing(*operands)
+        if differing is None or not self._are_kept(differing, other, self._touched):
+            message = "results have other shapes, or one mode alone changes their memory"
+            raise CaptureError(message)
+        self.choices += [(last, *pair) for pair in differing]
+        if sum(map(len, self.added.values())) > len(self.nodes) // 2:
+            message = "evaluation is another model"
+            raise CaptureError(message)
+
+    def _pair(self, other: fx.Node) -> bool:
+        """Pair a node of the second graph with the first that is left at its place."""
+        for number in self._places.get(_place(other), ()):
+            if number < self._next:
+                continue
+            node, touched = self.nodes[number], self._touched | self._changed_before(number)
+            differing = self._differing(_arguments(node), _arguments(other))
+            if (
+                differing is None
+                or _form(node) != _form(other)
+                or not self._are_kept(differing, other, touched)
+            ):
+                return False
+            common = {*node.all_input_nodes} - {operand for operand, _ in differing}
+            if any(self.effects.root(operand) in touched for operand in common):
+                return False
+            self._pass(number)
+            self.image[other] = node
+            self.choices += [(node, *pair) for pair in differing]
+            return True
+        return False
+
+    def _add(self, other: fx.Node) -> bool:
+        """Add a node of the second graph alone. Returns whether it may be added."""
+        roots = {self.other_effects.root(operand) for operand in mutated_operands(other)}
+        if is_random(other) or any(self.image[root] is not root for root in roots):
+            return False
+        tensors = list(tensors_of(other.meta.get("val")))
+        if not tensors or any(type(size) is not int for t in tensors for size in t.shape):
+            return False  # a size that depends on data
+        operands = [self.image[operand] for operand in other.all_input_nodes]
+        if any(
+            self.effects.root(operand) in self._touched
+            for operand in operands
+            if operand.graph is self.graph
+        ):
+            return False
+        self.image[other] = other
+        self.added.setdefault(self.nodes[self._next - 1], []).append(other)
+        return True
+
+    def _changed_before(self, end: int) -> set[fx.Node]:
+        """The memory that nodes before one change which only the first graph has."""
+        skipped = self.nodes[self._next : end]
+        return {self.effects.root(x) for node in skipped for x in mutated_operands(node)}
+
+    def _pass(self, number: int) -> None:
+        """Go on behind a node of the first graph that is paired."""
+        self._touched |= self._changed_before(number)
+        self._next = number + 1
+
+    def _are_kept(
+        self, pairs: Iterable[tuple[fx.Node, fx.Node]], reader: fx.Node, touched: Container[fx.Node]
+    ) -> bool:
+        """Whether a node of the second graph may read its operands in `pairs` in the first: their
+        memory has not been `touched`, and nothing changes it later under another name."""
+        effects = self.other_effects
+        for _, operand in pairs:
+            image, root = self.image[operand], effects.root(operand)
+            if image.graph is self.graph and self.effects.root(image) in touched:
+                return False
+            later = [w for w in effects.writers.get(root, ()) if not effects.is_before(w, reader)]
+            if later and (later != [reader] or not effects.is_last_use(reader)):
+                return False
+        return True
+
+    def _differing(self, first: Any, second: Any) -> list[tuple[fx.Node, fx.Node]] | None:
+        """The operands of two calls that are not one node; None if the calls differ otherwise."""
+        (one, spec), (two, other_spec) = map(pytree.tree_flatten, (first, second))
+        if spec != other_spec:
+            return None
+        others: dict[fx.Node, fx.Node] = {}
+        for left, right in zip(one, two, strict=True):
+            if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+                if type(left) is not type(right) or repr(left) != repr(right):
+                    return None
+            elif others.setdefault(left, right) is not right:
+                return None
+        pairs = [(left, right) for left, right in others.items() if self.image[right] is not left]
+        whole = all(
+            isinstance(left.meta.get("val"), torch.Tensor) and _form(left) == _form(right)
+            for left, right in pairs
+        )
+        return pairs if whole else None
+
+    def apply(self) -> None:
+        """Add nodes and choices to the first graph."""
+        values = (node.meta.get("val") for node in self.nodes)
+        mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+        for before, added in self.added.items():
+            place = before
+            for other in added:
+                with self.graph.inserting_after(place):
+                    place = self.graph.node_copy(other, self.image.__getitem__)
+                place.meta["val"] = _moved(other.meta.get("val"), mode)
+                self.image[other] = place
+        order = {node: number for number, node in enumerate(self.graph.nodes)}
+        made: dict[Hashable, fx.Node] = {}
+        for reader, operand, other in self.choices:
+            pair = operand, self.image[other]
+            if pair not in made:  # behind both, so that a cut before the reader sends one value
+                last = max(pair, key=order.__getitem__)
+                behind = last if last.op == "call_function" else reader.prev
+                with self.graph.inserting_after(behind):
+                    made[pair] = self.graph.call_function(BY_MODE, pair)
+                made[pair].meta = {**behind.meta, "val": operand.meta["val"]}
+            reader.replace_input_with(operand, made[pair])
+
+
+def _place(node: fx.Node) -> Hashable:
+    """What a node calls, and where in the model."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = tuple(path for path, _ in stack.values())
+    return node.op, str(node.target), paths, node.meta.get("stack_trace")
+
+
+def _arguments(node: fx.Node) -> Any:
+    """The arguments of a call that hold in either mode."""
+    named = {k: v for k, v in arguments_of(node).items() if k not in MODES}
+    return named if isinstance(node.target, torch._ops.OpOverload) else (node.args, named)
+
+
+def _moved(value: Any, mode: FakeTensorMode) -> Any:
+    """A value without data in another mode of fake tensors."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+        return made.requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, moved, value)
+
+
+def _form(node: fx.Node) -> Any:
+    """The shape, layout and dtype of a node's value."""
+    return pytree.tree_map_only(torch.Tensor, _form_of, node.meta.get("val"))
+
+
+def _form_of(tensor: torch.Tensor) -> Any:
+    """The shape, layout and dtype of a tensor, with sizes that depend on data as text."""
+    sizes = (size if type(size) is int else str(size) for size in (*tensor.shape, *tensor.stride()))
+    return *sizes, tensor.dtype
