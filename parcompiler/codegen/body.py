@@ -201,12 +201,14 @@ def conditions(
     effects: Effects,
 ) -> Mapping[fx.Node, Context]:
     """The nodes whose values only training or only evaluation uses, with the condition that they
-    stand under. `same` maps nodes that are not written."""
+    stand under. `same` maps nodes that are not written. Training draws what the model draws, used
+    or not."""
     only: dict[fx.Node, Context] = {}
     if not any(node.target is BY_MODE for node in nodes):
         return only
     for condition, chosen in ("not self.training", 0), ("self.training", -1):
-        needed, inside = set(outputs), set(nodes)
+        drawn = filter(is_random, nodes) if chosen == 0 else ()
+        needed, inside = {*outputs, *drawn}, set(nodes)
         memory = {effects.root(node) for node in outputs}
         for node in reversed(nodes):
             roots = {effects.root(operand) for operand in mutated_operands(node)}

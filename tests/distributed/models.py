@@ -298,6 +298,9 @@ class Branching(nn.Module):
             y = self.second(F.gelu(self.first(x - self.average)))
         if self.way == "other layer" and not self.training:
             y = self.after(y) + y
+        if self.way == "unused draw":
+            y = F.dropout(y, 0.5, self.training)
+            y = F.dropout(x) if self.training else y
         if self.way == "gumbel":
             y = F.gumbel_softmax(y, dim=-1) if self.training else y.softmax(-1)
         if self.way == "depth":
@@ -307,8 +310,8 @@ class Branching(nn.Module):
 
 
 WAYS = (
-    *("depth", "noise in place", "average", "weights"),
-    *("other layer", "gumbel", "spectral norm", "depth"),
+    *("depth", "noise in place", "average", "unused draw"),
+    *("weights", "other layer", "gumbel", "spectral norm"),
 )
 
 
