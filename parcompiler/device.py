@@ -37,7 +37,7 @@ class Link:
     def __post_init__(self) -> None:
         """Refuse impossible figures."""
         figures.number("bandwidth", self.bandwidth, positive=True)
-        figures.number("latency", self.latency)
+        figures.number("latency", self.latency, most=figures.LONGEST)
 
     def seconds(self, nbytes: float) -> float:
         """The time of one message in s: latency + bytes / bandwidth."""
@@ -83,10 +83,13 @@ class Device:
                 message = f"device figure {name!r} must be {wanted} "
                 message += f"({shown(getattr(self, name))} given)"
                 raise InputError(message)
+        if not self.name.strip():
+            message = f"device figure 'name' must be a name ({self.name!r} given)"
+            raise InputError(message)
         object.__setattr__(self, "flops", figures.pairs("flops", self.flops))
         object.__setattr__(self, "sources", figures.pairs("sources", self.sources))
         for dtype, peak in self.flops:
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            if not figures.is_dtype(dtype):
                 message = f"device figure 'flops.{dtype}' names no dtype of torch"
                 raise InputError(message)
             figures.number(f"flops.{dtype}", peak, positive=True)
@@ -95,15 +98,18 @@ class Device:
             raise InputError(message)
         figures.number("memory_bandwidth", self.memory_bandwidth, positive=True)
         figures.number("memory", self.memory, positive=True)
-        figures.number("launch_overhead", self.launch_overhead)
+        figures.number("launch_overhead", self.launch_overhead, most=figures.LONGEST)
         figures.number("devices_per_node", self.devices_per_node, positive=True)
         figures.number("multiprocessors", self.multiprocessors)
         if self.host_memory is not None:
             figures.number("host_memory", self.host_memory, positive=True)
-        for name in ("devices_per_node", "multiprocessors"):
-            if (figure := getattr(self, name)) != int(figure):
+        for name in ("memory", "host_memory", "devices_per_node", "multiprocessors"):
+            if (figure := getattr(self, name)) is None:
+                continue
+            if figure != int(figure):
                 message = f"device figure {name!r} must be a whole number ({figure!r} given)"
                 raise InputError(message)
+            object.__setattr__(self, name, int(figure))  # 8e10 is a number of bytes, too
 
     @property
     def is_cpu(self) -> bool:

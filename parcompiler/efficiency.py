@@ -21,6 +21,10 @@ ANY = "any"  # the dtype of a curve for all dtypes
 
 # Exchanges and cached traffic may exceed the nominal bandwidth.
 _WITHIN_PEAK = ("matmul", "attention", "convolution", "other")
+COLLECTIVES = tuple(
+    "all-reduce all-gather reduce-scatter all-to-all rotation broadcast reduce".split()
+)
+KINDS = (*_WITHIN_PEAK, "bandwidth", *COLLECTIVES, "message", "link", "network")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,21 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not ascend, and impossible fractions."""
+        """Refuse names that no operation has, sizes that do not ascend, and impossible
+        fractions."""
         name = f"efficiency.curves.{self.kind}.{self.dtype}"
+        if self.kind not in KINDS and "." not in self.kind:  # the full name of an operator has one
+            message = f"device figure '{name}' names no kind of work (known: {', '.join(KINDS)}, "
+            message += "and operators such as aten.gelu.default)"
+            raise InputError(message)
+        if self.dtype != ANY and not figures.is_dtype(self.dtype):
+            message = f"device figure '{name}' names no dtype of torch, nor {ANY!r}"
+            raise InputError(message)
         if not self.points:
             message = f"device figure '{name}' must have a pair of size and fraction (none given)"
             raise InputError(message)
-        most = 1 if self.kind in _WITHIN_PEAK or self.kind.startswith("aten.") else math.inf
+        is_within = self.kind in _WITHIN_PEAK or self.kind.startswith("aten.")
+        most = 1 if is_within else figures.FASTEST
         for size, fraction in self.points:
             figures.number(name, size, positive=True)
             figures.number(name, fraction, positive=True, most=most)

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+
 from parcompiler.errors import InputError, shown
+
+# Quotients and sums of figures within these stay finite, in solvers too. No hardware is near them.
+LEAST, MOST = 1e-15, 1e30
+LONGEST = 3600.0  # s: a latency of more is one in another unit
+FASTEST = 1e6  # times a link's bandwidth: likewise
 
 
 def fields(
@@ -52,12 +58,24 @@ def pairs(name: str, data: object) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(items, key=lambda pair: pair[0]))
 
 
-def number(name: str, value: object, *, positive: bool = False, most: float = math.inf) -> None:
-    """Refuse `value` unless it is a finite number from 0 (or above 0) to `most`."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if 0 <= value <= min(most, sys.float_info.max) and (value > 0 or not positive):
-            return
+def is_dtype(name: str) -> bool:
+    """Whether a dtype of torch has this name.
+
+    >>> is_dtype("bfloat16"), is_dtype("real")
+    (True, False)
+    """
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def number(name: str, value: object, *, positive: bool = False, most: float = MOST) -> None:
+    """Refuse `value` unless it is a number from `LEAST` to `most`, or 0 where that may be."""
+    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if LEAST <= given <= most or (given == 0 and not positive):
+        return
     wanted = "a number above 0" if positive else "a number of at least 0"
-    wanted += f" and at most {most:g}" if math.isfinite(most) else ""
+    if 0 < given < LEAST:
+        wanted += f", from {LEAST:g} on"
+    if given > most or most < MOST:
+        wanted += f" and at most {most:g}"
     message = f"device figure '{name}' must be {wanted} ({shown(value)} given)"
     raise InputError(message)

@@ -95,8 +95,8 @@ def changed(path: str, value: Any) -> str:
         ("memory_bandwidth", 0, "'memory_bandwidth' must be a number above 0 (0 given)"),
         ("flops.float64", -5.0, "'flops.float64' must be a number above 0 (-5.0 given)"),
         ("link.bandwidth", "fast", "'link.bandwidth' must be a number above 0 ('fast' given)"),
-        ("link.latency", -1e-6, "'link.latency' must be a number of at least 0 (-1e-06 given)"),
-        ("launch_overhead", True, "'launch_overhead' must be a number of at least 0 (True"),
+        ("link.latency", -1e-6, "must be a number of at least 0 and at most 3600 (-1e-06 given)"),
+        ("launch_overhead", True, "'launch_overhead' must be a number of at least 0 and at most"),
         ("launch_overhead", float("nan"), "device.launch_overhead must be a finite number (NaN"),
         ("efficiency.matmul", 1.5, "'efficiency.matmul' must be a number above 0 and at most 1"),
         ("name", 7, "device figure 'name' must be a string (7 given)"),
@@ -113,12 +113,24 @@ def changed(path: str, value: Any) -> str:
             "must have ascending sizes",
         ),
         ("link", [1, 2], "device figure 'link' must be a JSON object ([1, 2] given)"),
+        ("name", " ", "device figure 'name' must be a name (' ' given)"),
+        ("memory", 1.5, "device figure 'memory' must be a whole number (1.5 given)"),
+        ("flops.float32", 5e-324, "'flops.float32' must be a number above 0, from 1e-15 on (5e-"),
+        ("link.latency", 1e5, "'link.latency' must be a number of at least 0 and at most 3600 (10"),
+        ("multiprocessors", 1e300, "must be a number of at least 0 and at most 1e+30 (1e+300"),
+        ("efficiency.curves", {"netwrok": {"any": [[1, 1]]}}, "curves.netwrok.any' names no kind"),
+        ("efficiency.curves", {"link": {"fp61": [[1, 1]]}}, "curves.link.fp61' names no dtype"),
+        ("efficiency.curves", {"link": {"any": [[1, 1e7]]}}, "above 0 and at most 1e+06 (1000000"),
     ],
 )
 def test_a_wrong_figure_is_refused_by_name(path: str, value: Any, message: str) -> None:
     with pytest.raises(InputError) as caught:
         Device.from_json(changed(path, value))
     assert message in str(caught.value)
+
+
+def test_bytes_may_be_written_with_an_exponent() -> None:
+    assert type(Device.from_json(changed("memory", 8e10)).memory) is int  # as reports read it
 
 
 def test_a_text_that_is_no_json_is_refused() -> None:

@@ -22,7 +22,7 @@ from parcompiler.cost.collective import (
 from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.cost.roofline import operation_seconds
 from parcompiler.device import Device, Link, device
-from parcompiler.efficiency import Curve
+from parcompiler.efficiency import COLLECTIVES, Curve
 
 A, B = 1e-6, 1e-4  # latencies within and between nodes
 FAST, SLOW = 1e9, 1e8  # bandwidths
@@ -68,6 +68,10 @@ def test_the_cheaper_of_ring_and_tree_is_taken() -> None:
     tree = 2 * math.log2(n) * A + 2 * nbytes / FAST
     assert seconds("all-reduce", nbytes, RankGroup(n), DEVICE) == pytest.approx(min(ring, tree))
     assert seconds("all-reduce", 0, RankGroup(n), DEVICE) < 2 * (n - 1) * A
+
+
+def test_a_device_file_may_have_a_curve_of_every_collective() -> None:
+    assert set(COLLECTIVES) == {*collective.SENT, *collective.ROOTED}
 
 
 def test_one_rank_has_nothing_to_say() -> None:
