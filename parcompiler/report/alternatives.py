@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 
 from parcompiler.passes.zero import DataShare
-from parcompiler.plan import STAYS, MeshChoice
+from parcompiler.plan import STAYS, MeshChoice, Plan
 from parcompiler.report.data import ReportData
 from parcompiler.report.table import Cell, Column, Table, number, scaled, table, words
 from parcompiler.report.units import BYTES, NOTHING, SECONDS, percent, quantity, ratio
@@ -21,7 +21,7 @@ def schedules(report: ReportData) -> Table:
     plan, weighed = report.plan, report.plan.weighed or ()
     ours = plan.schedule, plan.virtual_stages
     chosen = [(item.schedule, item.virtual_stages) == ours for item in weighed]
-    seconds = _as_predicted([item.seconds for item in weighed], chosen, report)
+    seconds = _as_predicted([item.seconds for item in weighed], chosen, report.step.seconds)
     return table(
         "Schedules considered",
         words("schedule", _marked((item.schedule for item in weighed), chosen)),
@@ -37,14 +37,15 @@ def methods(report: ReportData) -> Table:
     choice = report.plan.vocabulary
     weighed = choice.weighed or () if choice else ()
     chosen = [choice and item.method == choice.method for item in weighed]
-    seconds = _as_predicted([item.seconds for item in weighed], chosen, report)
+    seconds = _as_predicted([item.seconds for item in weighed], chosen, report.step.seconds)
+    memory = _as_predicted([item.memory for item in weighed], chosen, _fullest(report))
     return table(
         "Vocabulary methods considered",
         words("vocabulary", _marked((item.method for item in weighed), chosen)),
         words("schedule", (item.schedule or NOTHING for item in weighed)),
         scaled("step", seconds, SECONDS),
         _over(seconds, min(filter(None, seconds), default=None)),
-        scaled("fullest\nrank", (item.memory for item in weighed), BYTES),
+        scaled("fullest\nrank", memory, BYTES),
         words("why not", (item.reason or "" for item in weighed)),
     )
 
@@ -52,18 +53,20 @@ def methods(report: ReportData) -> Table:
 def levels(report: ReportData) -> Table:
     """The memory and traffic of data ranks at each level of ZeRO, with the stages of the plan."""
     shares = report.levels
-    chosen, steps = report.plan.zero, [share.step for share in shares]
+    chosen = report.plan.zero
     is_chosen = [share.level == chosen for share in shares]
+    steps = _as_predicted([share.step for share in shares], is_chosen, report.step.seconds)
+    memory = _as_predicted([share.memory for share in shares], is_chosen, _fullest(report))
     return table(
         f"Levels of ZeRO with these stages, on {report.mesh.replicas}",
         number("zero", _marked((share.level for share in shares), is_chosen)),
         scaled("para-\nmeters", (share.parameters for share in shares), BYTES),
         scaled("gra-\ndients", (share.gradients for share in shares), BYTES),
         scaled("states,\nmasters", (share.states for share in shares), BYTES),
-        scaled("fullest\nrank", (share.memory for share in shares), BYTES),
+        scaled("fullest\nrank", memory, BYTES),
         scaled("exchanged\nin", (share.exchange for share in shares), SECONDS),
         scaled("of that\nexposed", (share.exposed for share in shares), SECONDS),
-        scaled("step,\nestimated", _as_predicted(steps, is_chosen, report), SECONDS),
+        scaled("step,\nestimated", steps, SECONDS),
         words("", (_place(share, chosen) for share in shares)),
     )
 
@@ -88,13 +91,18 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _as_predicted(
-    seconds: Sequence[float | None], chosen: Sequence[object], report: ReportData
+    figures: Sequence[float | None], chosen: Sequence[object], predicted: float
 ) -> list[float | None]:
-    """Estimated steps, shifted so that the plan's equals the predicted one, which includes more
-    (sums over data ranks, updates)."""
-    known = (s for s, is_chosen in zip(seconds, chosen, strict=True) if s and is_chosen)
-    more = report.step.seconds - next(known, report.step.seconds)
-    return [s + more if s else s for s in seconds]
+    """Estimated seconds or bytes, shifted so that the plan's are the predicted ones, which include
+    more (sums over data ranks, updates; what they share out of memory was not decided yet)."""
+    known = (x for x, is_chosen in zip(figures, chosen, strict=True) if x and is_chosen)
+    more = predicted - next(known, predicted)
+    return [x + more if x else x for x in figures]
+
+
+def _fullest(report: ReportData) -> int:
+    """The peak memory of the fullest rank."""
+    return max(rank.peak_memory for rank in report.ranks)
 
 
 def _marked(names: Iterable[object], chosen: Iterable[object]) -> Iterator[Cell]:
@@ -187,11 +195,25 @@ def runner_up(report: ReportData) -> str:
     other, step = report.plan.runner_up, report.step.seconds
     if other is None or not other.seconds:
         return NOTHING
-    by = f"{percent(abs(other.seconds / step - 1))} "
-    by += "shorter" if other.seconds < step else "longer"
-    why = ", but less simple" if other.seconds < step else ""
+    ours = _estimated(report.plan)
+    _, seconds = _as_predicted((ours, other.seconds), (True, False), step)
+    assert seconds is not None
+    by = f"{percent(abs(seconds / step - 1))} "
+    by += "shorter" if seconds < step else "longer"
+    why = ", but less simple" if seconds < step else ""
     plan = ", ".join((other.degrees, *_plan(other)))
-    return f"{plan}: {quantity(other.seconds, SECONDS)}, {by}{why}"
+    return f"{plan}: {quantity(seconds, SECONDS)}, {by}{why}"
+
+
+def _estimated(plan: Plan) -> float | None:
+    """The step of a plan by the estimate that its alternatives have; None if none is recorded."""
+    if plan.meshes:
+        return plan.meshes[0].seconds
+    ours, method = (plan.schedule, plan.virtual_stages), plan.vocabulary and plan.vocabulary.method
+    schedules = (x.seconds for x in plan.weighed or () if (x.schedule, x.virtual_stages) == ours)
+    weighed = plan.vocabulary.weighed if plan.vocabulary else None
+    methods = (x.seconds for x in weighed or () if x.method == method)
+    return next((x for x in (*schedules, *methods) if x), None)
 
 
 def _plan(mesh: MeshChoice) -> Iterator[str]:

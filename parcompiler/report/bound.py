@@ -74,11 +74,16 @@ def busiest(timeline: Timeline) -> int:
 
 
 def parts(
-    lowered: Lowered, priced: Priced, timeline: Timeline, device: Device
+    lowered: Lowered,
+    priced: Priced,
+    timeline: Timeline,
+    device: Device,
+    updates: Sequence[float],
 ) -> tuple[NamedTime, ...]:
     """The parts of the busiest rank's step, which add up to the whole; longest first.
 
-    `priced` are the blocks of one tensor rank, `device` is that of the rank.
+    `priced` are the blocks of one tensor rank, `device` is that of the rank. `updates` are the
+    seconds that each stage updates its weights for within a backward.
     """
     rank = busiest(timeline)
     seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -93,7 +98,9 @@ def parts(
         spans.append((event.begin, event.end))
         if line.kind in COMPUTE:
             assert line.stage is not None
-            spent[line.stage] += event.end - event.begin
+            update = updates[line.stage] if line.kind is Kind.BACKWARD else 0.0
+            spent[line.stage] += event.end - event.begin - update
+            seconds[OPTIMIZER] += update
         else:
             name = OPTIMIZER if line.kind is Kind.UPDATE else VOCABULARY
             seconds[name] += event.end - event.begin

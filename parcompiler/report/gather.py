@@ -153,11 +153,13 @@ def step(
     timeline: Timeline,
     everywhere: float,
     rank_priced: Priced,
+    updated: Sequence[float],
 ) -> data.PredictedStep:
     """The predicted step; `whole` are the blocks of the whole model, with all rows of sequences.
 
     `everywhere` are the seconds of compute on every rank for a micro-batch, besides its stages;
-    `rank_priced` are the blocks of one tensor rank under the plan.
+    `rank_priced` are the blocks of one tensor rank under the plan, `updated` the seconds of
+    `updates_within`.
     """
     seconds, ranks = timeline.step_time, [everywhere] * lowered.size
     for stage, cost in zip(lowered.stages, costs, strict=True):
@@ -169,6 +171,7 @@ def step(
     even = sum(ranks) / problem.mesh.pipeline
     if rank_priced.pace:
         even = sum((*rank_priced.forward, *rank_priced.backward)) / rank_priced.pace + everywhere
+        even += sum(updated) / problem.mesh.pipeline
     graph = problem.graph.undivided or problem.graph  # context ranks look up pieces of the tokens
     rows, tokens = _rows(graph), _tokens(graph)
     updates = (e.end - e.begin for e in timeline.events if e.instruction.kind is Kind.UPDATE)
@@ -182,6 +185,18 @@ def step(
         mfu=flops / (power * seconds) if seconds else 0.0,
         rows=None if rows is None else rows * batch,
         tokens=None if tokens is None else tokens * batch,
+    )
+
+
+def updates_within(problem: Problem, lowered: Lowered) -> tuple[float, ...]:
+    """Seconds that each stage updates its weights for after every backward, which counts as a part
+    of it: 0 unless the schedule is asynchronous."""
+    by_name = lowered.graph.by_name
+    return tuple(
+        sum(problem.update_seconds(by_name[name]) for name in stage.tensors)
+        if lowered.asynchronous
+        else 0.0
+        for stage in lowered.stages
     )
 
 
@@ -234,8 +249,10 @@ def staleness(lowered: Lowered) -> tuple[data.Stale, ...]:
 
 
 def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
-    """The sums of each rank with its data replicas; empty without replicas."""
-    if lowered.data == 1:
+    """The sums of each rank with its data replicas; empty without replicas, or if these sum no
+    gradients."""
+    lines = (line for lines in lowered.instructions for line in lines)
+    if lowered.data == 1 or all(line.kind is not Kind.REDUCE_GRADIENTS for line in lines):
         return ()
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
     figures = []

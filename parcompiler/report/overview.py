@@ -22,6 +22,7 @@ from parcompiler.report.units import (
     FLOPS,
     NOTHING,
     SECONDS,
+    Scale,
     column,
     percent,
     quantity,
@@ -88,8 +89,13 @@ def _exchange(report: ReportData, axis: str) -> str:
 
     sent = quantity(total(item.sent for item in items), BYTES)
     seconds = quantity(total(item.seconds for item in items), SECONDS)
-    exposed = quantity(total(item.exposed for item in items), SECONDS)
+    exposed = _or_none(total(item.exposed for item in items), SECONDS)
     return f"each sends {sent} a step in {seconds}, {exposed} of them beside no compute"
+
+
+def _or_none(value: float, scale: Scale) -> str:
+    """A number within a sentence."""
+    return quantity(value, scale) if value else "none"
 
 
 def title(report: ReportData) -> str:
@@ -169,8 +175,9 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
 def _meaning(updates: DataUpdates, server: tuple[int, ...] = ()) -> str:
     """What data ranks do, and how far results equal those of one process; for a `server`, the bytes
     through its link and those of its states."""
-    link, states = (quantity(size, BYTES) for size in server or (0, 0))
-    load = f"data rank 0 has {link} through its link in a step, and states of {states}, others none"
+    link, states = server or (0, 0)
+    load = f"data rank 0 has {quantity(link, BYTES)} through its link in a step"
+    load += f", and states of {quantity(states, BYTES)}, others none" if states else ""
     match updates.compression:
         case "bf16" | "fp16" as name:
             return (
@@ -223,7 +230,7 @@ def _oldest(report: ReportData) -> str:
     """The stage with the stalest weights."""
     stages = report.staleness
     j = max(range(len(stages)), key=lambda j: stages[j].updates)
-    size = quantity(stages[j].nbytes, BYTES)
+    size = _or_none(stages[j].nbytes, BYTES)
     age = f"stage {j} uses weights up to {stages[j].updates} updates old"
     return f"{age}, {stages[j].versions} versions, {size} for the old ones"
 

@@ -69,9 +69,10 @@ class Report(ReportData):
         vocabulary = vocabulary_cost(rank_problem, plan)
         shared = vocabulary.compute if vocabulary else 0.0
         under = rank_problem.under(plan)
-        step = gather.step(problem, whole, lowered, costs, timeline, shared, under)
+        updated = gather.updates_within(rank_problem, lowered)
+        step = gather.step(problem, whole, lowered, costs, timeline, shared, under, updated)
         device = problem.devices[bound.busiest(timeline)]
-        parts = bound.parts(lowered, priced, timeline, device)
+        parts = bound.parts(lowered, priced, timeline, device, updated)
         changes = bound.changes(rank_problem, plan, parts, device)
         if meshes and not plan.meshes:
             changes = bound.by_gain(

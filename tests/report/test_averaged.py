@@ -26,14 +26,15 @@ def large_buckets() -> Iterator[None]:
 
 
 @cache
-def program(data: int) -> pc.Program:
-    config = gpt.Config(layers=4, heads=4, hidden=512, vocabulary=1024, sequence=64, tied=True)
+def program(data: int, updates: str = "all-reduce") -> pc.Program:
+    tied = updates == "all-reduce"  # pipeline ranks sum gradients of tied tables in each way
+    config = gpt.Config(layers=4, heads=4, hidden=512, vocabulary=1024, sequence=64, tied=tied)
     with torch.device("meta"):
         model = gpt.GPT(config)
         tokens = torch.zeros(2, 64, dtype=torch.long)
     mesh = pc.Mesh(pipeline=2, data=data, device="a100-80g")
     inputs = {"tokens": tokens, "labels": tokens.clone()}
-    return pc.compile(model, mesh, inputs, microbatches=4, schedule="1f1b")
+    return pc.compile(model, mesh, inputs, microbatches=4, schedule="1f1b", updates=updates)
 
 
 def test_the_report_counts_what_each_rank_sums() -> None:
@@ -53,10 +54,13 @@ def test_the_report_counts_what_each_rank_sums() -> None:
     assert Report.from_json(report.to_json()) == report
 
 
-def test_one_data_rank_has_no_such_section() -> None:
-    report = program(1).report()
+@pytest.mark.parametrize("updates", [None, "asynchronous"])
+def test_one_data_rank_has_no_such_section_nor_do_ranks_that_sum_nothing(
+    updates: str | None,
+) -> None:
+    report = program(1).report() if updates is None else program(2, updates).report()
     assert report.averaged == ()
-    assert "averaged" not in report.to_text()
+    assert "Gradients averaged" not in report.to_text()
     assert "averaged" not in json.loads(report.to_json())
 
 

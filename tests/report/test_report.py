@@ -13,10 +13,15 @@ from rich.text import Text
 
 import parcompiler as pc
 from parcompiler.cli import output
+from parcompiler.data_updates import DataUpdates
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
-from parcompiler.report import Report
+from parcompiler.passes.zero import DataShare
+from parcompiler.plan import MeshChoice, Method, VocabularyChoice, Weighed
+from parcompiler.report import Report, alternatives
+from parcompiler.report.data import RowShare, TensorCollective
 from parcompiler.report.events import MeasuredStep
+from parcompiler.report.units import BYTES, SECONDS, column, quantity
 from parcompiler.report.web import pages
 from parcompiler.runtime.interpreter import InstructionTime
 from tests import zoo
@@ -255,6 +260,46 @@ def test_a_terminal_may_refuse_colours_and_letters(terminal: pytest.MonkeyPatch)
     text = str(odd().report)
     assert "\x1b" not in text
     assert text.isascii()
+
+
+def test_rows_of_the_plan_have_its_figures_and_others_are_shifted_alike() -> None:
+    report = small_gpt().report
+    step, peak = report.step.seconds, max(rank.peak_memory for rank in report.ranks)
+    half, less = step / 2, peak - 2**20
+    methods = Method("whole", "1f1b", half, less), Method("vocab-2", "1f1b", half, less - 2**20)
+    share = DataShare(1, 1, 1, 1, less, fits=True, step=half, exchange=1e-9, exposed=1e-9)
+    plan = dataclasses.replace(
+        report.plan,
+        zero=1,
+        weighed=(Weighed("1f1b", 1, half),),
+        vocabulary=VocabularyChoice("whole", weighed=methods),
+        runner_up=MeshChoice(2, 1, 1, 4, seconds=0.99 * half, schedule="gpipe"),
+    )
+    made = dataclasses.replace(report, plan=plan, levels=(share,))
+    makers = (alternatives.schedules, 1), (alternatives.methods, 2), (alternatives.levels, 1)
+    for make_table, count in makers:
+        table = make_table(made)
+        columns = {column.heading: [cell.text for cell in column.cells] for column in table.columns}
+        steps = columns.get("step") or columns["step,\nestimated"]
+        assert steps == [quantity(step, SECONDS)] * count
+        if "fullest\nrank" in columns:
+            bytes_of = [peak, peak - 2**20][:count]
+            assert columns["fullest\nrank"] == column(bytes_of, BYTES)
+    assert f"{quantity(step - 0.01 * half, SECONDS)}, 0.5 % shorter, but less" in made.to_text()
+
+
+def test_sentences_have_no_dash_for_nothing() -> None:
+    report = small_gpt().report
+    hidden = TensorCollective(
+        "Layer", 4, "rotation", "x", (2,), 10, False, seconds=1e-3, exposed=0.0, axis="context"
+    )
+    rows, mesh = RowShare("tokens", 32, 16), dataclasses.replace(report.mesh, context=2)
+    made = dataclasses.replace(report, exchanged=(hidden,), rows=(rows,), mesh=mesh)
+    assert "none of them beside no compute" in " ".join(made.to_text().split())
+    updates = DataUpdates("asynchronous")
+    plan = dataclasses.replace(report.plan, updates=updates)
+    made = dataclasses.replace(report, plan=plan, server=(1024, 0))
+    assert "1 KiB through its link in a step; each gradient" in " ".join(made.to_text().split())
 
 
 def test_a_schedule_that_does_not_fit_is_not_drawn() -> None:

@@ -1,5 +1,6 @@
 """What a report says of an asynchronous schedule: the age of weights, and memory of versions."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from functools import cache
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import parcompiler as pc
+from parcompiler.device import device
 from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
 from parcompiler.models import gpt
@@ -57,6 +60,28 @@ def test_the_simulated_memory_has_the_versions_of_trainable_weights() -> None:
         extra = made.timeline.peak_memory[j] - same.timeline.peak_memory[j]
         assert extra == (3 - j) * weights == made.report.staleness[j].nbytes
     assert made.timeline.step_time > same.timeline.step_time  # an update behind every backward
+
+
+def test_an_update_behind_every_backward_is_the_optimizers_and_not_the_models() -> None:
+    made = program()
+    (rank, *_) = sorted(range(4), key=made.timeline.bubble.__getitem__)
+    update = gather.updates_within(made.problem, made.lowered)[rank]
+    parts = {part.name: part.seconds for part in made.report.step.parts}
+    assert parts["optimizer"] == pytest.approx(8 * update, rel=1e-6)
+    assert update > 0
+
+
+def test_the_ideal_step_has_these_updates_on_unequal_devices_too() -> None:
+    config = gpt.Config(layers=2, heads=2, hidden=16, vocabulary=32, sequence=8, tied=False)
+    batch = tokens(1, 8)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    one, ideals = device("h100"), []
+    for other in (one, dataclasses.replace(one, name="the same")):
+        mesh = pc.Mesh(pipeline=2, device=(one, other))
+        made = pc.compile(model, mesh, (batch, batch), microbatches=2, schedule="pipedream")
+        ideals.append(made.report().step.ideal)
+    assert ideals[0] == pytest.approx(ideals[1], rel=1e-6)
 
 
 def test_the_report_says_so_for_a_reader() -> None:
