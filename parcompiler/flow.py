@@ -152,7 +152,8 @@ def _planned(
     with steps("check plan"):
         check_plan(problem, user_plan)
         check_host(problem, user_plan)
-        return reconsidered(local(problem, user_plan), user_plan)
+        plan = reconsidered(local(problem, user_plan), user_plan)
+        return plan if plan.solution == user_plan.solution else plan.without_alternatives()
 
 
 def _captured(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompiler import documents
@@ -281,7 +282,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan. Raises InputError that names the field and what was expected there.
+        """Read a plan. Raises InputError that names the field and what was expected there, such as
+        seconds and bytes of at least 0.
 
         The figures that the command line writes into the file as "predicted" are ignored.
         """
@@ -302,4 +304,36 @@ class Plan:
             count = len(device)
             message = f"plan.mesh.device must name {wanted} devices, or one ({count} found)"
             raise InputError(message)
+        for place, figure in _recorded(plan):
+            if figure is not None and figure < 0:
+                message = f"plan.{place} must be at least 0 ({figure} found)"
+                raise InputError(message)
         return plan
+
+    def without_alternatives(self) -> Plan:
+        """The plan without what it was compared with: figures of a plan that was edited since."""
+        choice = self.vocabulary and dataclasses.replace(self.vocabulary, weighed=None)
+        return dataclasses.replace(
+            self, vocabulary=choice, weighed=None, meshes=None, runner_up=None, search=None
+        )
+
+
+def _recorded(plan: Plan) -> Iterator[tuple[str, float | None]]:
+    """The places of seconds and bytes that a plan records, and these."""
+    choice, next_best = plan.vocabulary, [plan.runner_up] if plan.runner_up else []
+    for name, solution in (("solution", plan.solution), ("search", plan.search)):
+        if solution is not None:
+            yield f"{name}.objective", solution.objective
+            yield f"{name}.gap", solution.gap
+    methods = choice.weighed or () if choice else ()
+    lists: list[tuple[str, Sequence[Weighed | Method | MeshChoice]]] = [
+        ("weighed[{}]", plan.weighed or ()),
+        ("vocabulary.weighed[{}]", methods),
+        ("meshes[{}]", plan.meshes or ()),
+        ("runner_up", next_best),
+    ]
+    for place, items in lists:
+        for i, item in enumerate(items):
+            yield f"{place.format(i)}.seconds", item.seconds
+            if not isinstance(item, Weighed):
+                yield f"{place.format(i)}.memory", item.memory

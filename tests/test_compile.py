@@ -646,8 +646,12 @@ def test_a_plan_edited_into_nonsense_is_refused(
 
 
 def test_a_plan_may_be_edited(program: pc.Program) -> None:
-    """Then what the solver said of the old division is not said of the new one."""
+    """Then what the solver said of the old division is not said of the new one, and what others
+    would take is not compared with it."""
     data = json.loads(program.plan.to_json())
+    data["weighed"] = [{"schedule": "1f1b", "virtual_stages": 1, "seconds": 1.0}]
+    kept = pc.compile(program, pc.Mesh(pipeline=2), plan=pc.Plan.from_json(json.dumps(data)))
+    assert kept.plan.weighed
     data["stages"][1]["blocks"].insert(0, data["stages"][0]["blocks"].pop())
     edited = pc.Plan.from_json(json.dumps(data))
     again = pc.compile(program, pc.Mesh(pipeline=2), plan=edited)
@@ -656,6 +660,8 @@ def test_a_plan_may_be_edited(program: pc.Program) -> None:
     assert again.plan.solution.status == "given"
     assert program.plan.solution is not None
     assert again.plan.solution.objective > program.plan.solution.objective
+    assert not (again.plan.weighed or again.plan.runner_up or again.plan.meshes)
+    assert again.plan.vocabulary is None or again.plan.vocabulary.weighed is None
 
 
 def test_what_a_plan_recomputes_may_be_edited_and_is_what_was_asked_for(

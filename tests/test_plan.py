@@ -23,6 +23,9 @@ PLAN = pc.Plan(
 )
 
 
+MESH = {"pipeline": 2, "tensor": 1, "data": 1, "microbatches": 8}
+
+
 def changed(**fields: Any) -> str:
     return json.dumps(json.loads(PLAN.to_json()) | fields)
 
@@ -85,6 +88,14 @@ def test_a_whole_number_is_a_number() -> None:
         ({"mesh": {"data": -1, "tensor": -1}}, r"plan\.mesh: mesh axis 'tensor' must be "),
         ({"mesh": {"context": 10**30}}, r"plan\.mesh: mesh axis 'context' may be at most 1,048"),
         ({"mesh": {"data": 2, "expert": 4}}, r"plan\.mesh: expert ranks .* expert=4 must divide"),
+        (
+            {"weighed": [{"schedule": "1f1b", "virtual_stages": 1, "seconds": -3}]},
+            r"plan\.weighed\[0\]\.seconds must be at least 0 \(-3\.0 found\)",
+        ),
+        (
+            {"runner_up": {**MESH, "memory": -1}},
+            r"plan\.runner_up\.memory must be at least 0 \(-1 found\)",
+        ),
         ({"version": 99}, r"version 99; this release reads version 1"),
     ],
 )
