@@ -9,8 +9,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class Metrics:
     """The metrics of one worker's steps, reported by rank 0 after every `every` steps.
 
     `jsonl` is a file that gets a line of JSON each time; of a step that a resumed run makes again
-    the last line counts. `tensorboard` is the folder of its events, `steps` the number of steps in
+    the last line counts. `tensorboard` is the folder of its events, where those of such steps are
+    hidden, `steps` the number of steps in
     all. The rank that computes longest, and memory, are over all ranks in the reported step. MFU,
     the model's FLOPs over the peak of all devices, needs the report of the worker's export. Every
     rank makes one and makes the same calls. Raises InputError where `every` is no number of steps,
@@ -47,7 +49,8 @@ class Metrics:
         self._worker, self._every, self._steps = worker, every, steps
         self._losses: list[torch.Tensor] = []
         self._began, self._first = math.nan, 0  # known when the first step begins
-        self._events: Any = None
+        self._events: Any = None  # made when the first step that is made again is known
+        self._writer: Callable[..., Any] | None = None
         self._file = None
         if worker.rank == 0 and jsonl is not None:
             try:
@@ -65,7 +68,7 @@ class Metrics:
                     "out"
                 )
                 raise InputError(message) from error
-            self._events = SummaryWriter(str(tensorboard))
+            self._writer = partial(SummaryWriter, str(tensorboard))
         program = worker.program
         integers = [s for s in program.inputs.values() if not s.dtype.is_floating_point]
         rows = next((s.shape for s in integers if len(s.shape) == 2), (1, 1))
@@ -118,6 +121,9 @@ class Metrics:
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **numbers}) + "\n")
             self._file.flush()
+        if self._writer is not None and self._events is None:
+            first = step if math.isnan(self._began) else self._first + 1
+            self._events = self._writer(purge_step=first)
         if self._events is not None:
             for name, value in numbers.items():
                 self._events.add_scalar(name, value, step)

@@ -190,13 +190,13 @@ class Training:
         worker, options, metrics = self._worker, self._options, self._metrics
         for group, asked in zip(self._optimizer.param_groups, self._asked, strict=True):
             group.update(asked)  # a checkpoint has set those that it was saved with
-        if self._profiled and self._profiled[-1] < worker.step_count and worker.rank == 0:
+        if self._profiled and self._profiled[-1] <= worker.step_count and worker.rank == 0:
             print(f"no profile: steps {options.profile} were made before", flush=True)
         scheduled = options.warmup or options.decay != "none"
         profiler: Any = None
         with self._checkpoints.listening(), ExitStack() as profiling:
-            for number in range(worker.step_count, options.steps):
-                share = rate_at(number, options) if scheduled else 1.0
+            for number in range(worker.step_count + 1, options.steps + 1):  # from 1, as in metrics
+                share = rate_at(number - 1, options) if scheduled else 1.0
                 for group in self._optimizer.param_groups if scheduled else ():
                     group["lr"] = group["initial_lr"] * share
                 if number in self._profiled and profiler is None:
@@ -291,7 +291,8 @@ def split_rows(
 
 
 def profiled(text: str | None, steps: int) -> range:
-    """The steps to profile, from a text such as 10-12, or 10. Raises InputError for others.
+    """The steps to profile, counted from 1, from a text such as 10-12, or 10. Raises InputError for
+    others.
 
     >>> profiled("10-12", 20), profiled("10", 20), profiled(None, 20)
     (range(10, 13), range(10, 11), range(0, 0))
@@ -303,10 +304,9 @@ def profiled(text: str | None, steps: int) -> range:
         message = f"--profile takes steps, such as 10-12 ({text!r} given)"
         raise InputError(message)
     numbers = range(int(first), int(last or first) + 1)
-    if not numbers or numbers[-1] >= steps:
+    if not numbers or not numbers[0] or numbers[-1] > steps:
         message = (
-            f"--profile takes steps from 0 to {steps - 1}, the first before the last "
-            f"({text!r} given)"
+            f"--profile takes steps from 1 to {steps}, the first before the last ({text!r} given)"
         )
         raise InputError(message)
     return numbers

@@ -710,7 +710,7 @@ class Worker:
         fault = "" if self._closed else self._checkpoints.ended()
         self._close(self._refused or CLOSED)
         if fault:
-            message = f"the last checkpoint was not written: {fault}"
+            message = f"{self._checkpoints.unwritten}: {fault}"
             raise InputError(message)
 
     def __enter__(self) -> Worker:

@@ -155,7 +155,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ),
         (("train", MODEL, *MESH, *RUN, "--resume", FILE), "models.py (it is not a folder)"),
         (("train", MODEL, *MESH, *RUN, "--pretrained", "tests"), "tests has no published weights"),
-        (("train", MODEL, *MESH, *RUN, "--profile", "9-2"), "takes steps from 0 to 199, the"),
+        (("train", MODEL, *MESH, *RUN, "--profile", "9-2"), "takes steps from 1 to 200, the"),
         (("report", "no"), "no is no exported program: it has no plan.json"),
         (("report", "tests"), "tests is no exported program: it has no plan.json"),
         (("diff", "no.json", "no.json"), "cannot read no.json (No such file or directory)"),

@@ -26,4 +26,4 @@ def main(data: str) -> None:
             batch = {key: t[step * rows : (step + 1) * rows] for key, t in tensors.items()}
             loss = worker.train_step(batch)
             if worker.rank == 0:
-                print(f"step {step} loss {loss.item():.8f}", flush=True)
+                print(f"step {worker.step_count} loss {loss.item():.8f}", flush=True)

@@ -430,7 +430,7 @@ def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_loses_nothing(
     assert re.fullmatch(
         r"InputError: cannot write .*/step_\d+:\nrank 1: No space left on device", written
     )
-    assert beside.startswith("InputError: the last checkpoint was not written:")
+    assert beside.startswith("InputError: the last checkpoint, ")
     assert "rank 1: No space left on device" in beside
     assert "rank_2.safetensors is damaged" in damaged
     assert "no checkpoint in" in nowhere

@@ -85,4 +85,4 @@ def test_a_job_goes_on_after_a_kill_and_is_queued_again_when_its_time_is_over(
     steps = re.findall(r"step (\d+) loss (\d+\.\d{8})", text)
     for number, loss in steps:  # some twice, unless the kill came right behind a checkpoint
         assert losses.setdefault(number, loss) == loss
-    assert [int(number) for number in losses] == [*range(int(ended[1]))], text
+    assert [int(number) for number in losses] == [*range(1, int(ended[1]) + 1)], text

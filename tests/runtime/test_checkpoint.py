@@ -345,11 +345,11 @@ def test_a_full_disk_is_said_at_the_next_call_and_at_close(
     assert [*(tmp_path / "weights").iterdir()] == []
     one.save(tmp_path, asynchronous=True)
     trained(one, 1)
-    with pytest.raises(pc.InputError, match=r"not written:\nrank 0: No space left on device"):
+    with pytest.raises(pc.InputError, match=r"step_00000000-2, was not written:\nrank 0: No sp"):
         one.load(tmp_path)
     assert one.load(tmp_path) == 0
     one.save(tmp_path, asynchronous=True)
-    with pytest.raises(pc.InputError, match="the last checkpoint was not written: No space left"):
+    with pytest.raises(pc.InputError, match="step_00000000-2, was not written: No space left"):
         one.close()
     assert {item.name for item in tmp_path.iterdir()} == {"step_00000000", "weights"}
 
@@ -618,7 +618,7 @@ def test_a_full_disk_loses_no_older_checkpoint_and_no_older_weights(
                 one.save_pretrained(weights, {})
             one.save(run, asynchronous=True, keep=1)
             one._checkpoints._thread.join()  # type: ignore[union-attr]
-        with pytest.raises(pc.InputError, match="the last checkpoint was not written"):
+        with pytest.raises(pc.InputError, match=r"the last checkpoint, .*, was not written"):
             one.save(run)
         assert [path.name for path in run.iterdir()] == ["step_00000001"]
         assert folders.damaged(folders.find(run)) == []

@@ -1,6 +1,7 @@
 """The command line of emitted scripts: the files that it reads, and what it stops at."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -100,9 +101,9 @@ def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_pat
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--profile 4-2", r"--profile takes steps from 0 to 5, .* \('4-2' given\)"),
-        ("--profile 2-20", r"--profile takes steps from 0 to 5, .* \('2-20' given\)"),
-        ("--profile 9", r"--profile takes steps from 0 to 5, .* \('9' given\)"),
+        ("--profile 4-2", r"--profile takes steps from 1 to 6, .* \('4-2' given\)"),
+        ("--profile 2-20", r"--profile takes steps from 1 to 6, .* \('2-20' given\)"),
+        ("--profile 9", r"--profile takes steps from 1 to 6, .* \('9' given\)"),
         ("--profile x", "--profile takes steps, such as 10-12 \\('x' given\\)"),
         ("--hold-out 1.5", "--hold-out takes a share of the rows below 1 \\(1.5 given\\)"),
         ("--hold-out 0.1", r"give --data FILE.bin with it \(no --data given\)"),
@@ -237,7 +238,7 @@ def test_a_profile_of_a_run_that_goes_on_begins_where_it_does(
 ) -> None:
     folder = ["--save", str(tmp_path / "run")]
     run(program.worker, ["--steps", "2", *folder])
-    run(program.worker, ["--steps", "4", "--profile", "1-2", "--resume", "auto", *folder])
+    run(program.worker, ["--steps", "4", "--profile", "2-3", "--resume", "auto", *folder])
     assert (tmp_path / "run" / "profile" / "rank_0.json").is_file()
 
 
@@ -246,8 +247,9 @@ def test_a_profile_of_steps_that_were_made_is_said_to_be_none(
 ) -> None:
     folder = ["--save", str(tmp_path / "run")]
     run(program.worker, ["--steps", "2", *folder])
-    run(program.worker, ["--steps", "3", "--profile", "0-1", "--resume", "auto", *folder])
-    assert "no profile: steps 0-1 were made before\n" in capsys.readouterr().out
+    assert re.findall(r"step (\d+) loss", capsys.readouterr().out) == ["1", "2"]
+    run(program.worker, ["--steps", "3", "--profile", "1-2", "--resume", "auto", *folder])
+    assert "no profile: steps 1-2 were made before\n" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_has_the_rates_that_are_given(

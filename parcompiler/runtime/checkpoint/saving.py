@@ -73,6 +73,7 @@ class Checkpoints:
         self._request = request  # the request to the compiler
         self._thread: threading.Thread | None = None
         self._fault = ""  # of the thread
+        self.unwritten = ""  # names the folder that it writes
         self._copies: dict[tuple[str, Box], torch.Tensor] = {}  # of the last state to be copied
         self._stopped = threading.Event()
         self._holders: dict[str, int] | None = None  # cache of `_first`
@@ -286,7 +287,7 @@ class Checkpoints:
             if fault:
                 raise InputError(fault)
 
-        self._agreed(ended, "the last checkpoint was not written")
+        self._agreed(ended, self.unwritten)
 
     def ended(self) -> str:
         """Wait for the thread of this rank. Returns its fault, or ""."""
@@ -428,6 +429,7 @@ class Checkpoints:
 
     def _start(self, writing: Writing) -> None:
         """Start the thread that writes beside the steps."""
+        self.unwritten = f"the last checkpoint, {folders.final(writing.partial)}, was not written"
         name = f"checkpoint/{next(_IDS)}"
         alone = self._store is None or self._program.size == 1
         # Its own client, as the watch has: while one waits, all calls of that client wait.
