@@ -200,7 +200,6 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
 _PARAMETERS = {
     "--shard": ["pins"],
     "--plan": ["plan_path"],
-    "--average-every": ["every"],
 }  # where the name alone is unclear
 
 

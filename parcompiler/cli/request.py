@@ -33,6 +33,7 @@ def compiled(
     sequence: int | None,
     rows: int | None,
     schedule: str | None,
+    average_every: int | None,
     real: bool = False,
     check_place: Callable[[Mesh | Cluster], None] = lambda _: None,
     **decisions: Any,
@@ -85,6 +86,7 @@ def compiled(
     is_file = schedule is not None and Path(schedule).suffix == ".csv"
     decisions["schedule"] = Schedule.from_csv(cast("str", schedule)) if is_file else schedule
     decisions["sharding"] = dict(pins) or None
+    decisions["every"] = average_every  # `train` has an --every of its own
     if decisions["zero"] in ZERO[1:]:
         decisions["zero"] = int(decisions["zero"])
     arguments = {name: value for name, value in decisions.items() if value is not None}
@@ -92,6 +94,9 @@ def compiled(
         arguments = {"precision": plan.precision, "optimizer": plan.optimizer, **arguments}
     elif saved is not None:
         arguments = {**saved.options_on(place), **arguments}
+    if average_every is not None and arguments.get("updates") != "local":
+        message = "--average-every is for --updates local: leave it out"
+        raise InputError(message)
     fields = {name: value for name, value in arguments.items() if name != "microbatch"}
     options = Options(**{"microbatches": 1, **fields})
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))

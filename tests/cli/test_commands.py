@@ -5,13 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import click
 import pytest
 
 import parcompiler as pc
 from parcompiler import data_updates
 from parcompiler.cli import run
+from parcompiler.cli.app import parcompiler as COMMANDS
 from parcompiler.cli.words import (
     COMPRESSIONS,
     COSTS,
@@ -44,6 +47,29 @@ def test_a_plan_is_printed_and_nothing_else_is_on_standard_output(
     assert out.startswith("GPT on 2 x cpu\n")
     assert "printed by the factory" not in out
     assert err == "printed by the factory\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS.commands.values(), ids=lambda command: command.name)
+def test_every_option_of_a_command_is_a_parameter_of_its_own(command: click.Command) -> None:
+    counts = Counter(parameter.name for parameter in command.params)
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_weights_are_averaged_as_often_as_the_command_line_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def compiled(*_arguments: object, **options: object) -> None:
+        asked.append(options)
+        message = "nothing is compiled here"
+        raise pc.InputError(message)
+
+    monkeypatch.setattr("parcompiler.compiler.compile", compiled)
+    line = [MODEL, "--mesh", "data=2", "--updates", "local", "--average-every", "5", "--quiet"]
+    assert run(["plan", *line]) == 2
+    assert run(["train", *line, "--data", FILE, "--save", str(tmp_path), "--every", "7"]) == 2
+    assert [options["every"] for options in asked] == [5, 5]
 
 
 def test_evaluation_mode_is_told_beside_the_result(capsys: pytest.CaptureFixture[str]) -> None:

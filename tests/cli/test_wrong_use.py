@@ -62,6 +62,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("plan", MODEL, "--mesh", "auto", "--plan", "p.json"), "a plan is for one mesh"),
         (("plan", MODEL, *MESH, "--device", "h9"), "no device 'h9' in the catalogue (known: a100"),
         (("plan", MODEL, *MESH, "--device", "no.json"), "cannot read no.json (No such file"),
+        (
+            ("plan", MODEL, *MESH, "--average-every", "5"),
+            "--average-every is for --updates local: leave it out",
+        ),
         (("plan", MODEL, *MESH, "--schedule", "fast"), "schedule must be one of 'auto', 'search'"),
         (("plan", MODEL, *MESH, "--schedule", "no.csv"), "cannot read no.csv (No such file"),
         (("plan", MODEL, *MESH, "--vocabulary", "no"), "vocabulary must be one of 'auto', 'whole'"),
