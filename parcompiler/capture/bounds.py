@@ -26,7 +26,7 @@ _PASS_ON = frozenset(
 )
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _TABLES = ("embedding", "embedding_bag", "_embedding_bag")
-_LARGEST = 1 << 20  # elements of a tensor computed to check indices
+_LARGEST = 1 << 25  # elements of all tensors computed to check an index: 256 MiB of integers
 # For each operator: the operand that indexes, the table that it indexes, and in which dimension.
 _INDEX = {"embedding": (1, 0, 0)} | dict.fromkeys(_CLASSES, (1, 0, 1))
 
@@ -101,7 +101,7 @@ def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.T
     shapes = [getattr(item.meta.get("val"), "shape", ()) for item in order]
     if any(is_random(item) or isinstance(item.target, Applied) for item in order):
         return None
-    if any(math.prod(shape) > _LARGEST for shape in shapes):
+    if sum(map(math.prod, shapes)) > _LARGEST:
         return None
 
     try:

@@ -348,6 +348,13 @@ def test_positions_beyond_the_table_are_refused(device: str) -> None:
         capture(Positioned(3).to(device), inputs)
 
 
+def test_many_positions_beyond_the_table_are_refused() -> None:
+    rows = 3 << 20
+    inputs = {key: x.new_empty(rows, *x.shape[1:], device="meta") for key, x in XY.items()}
+    with pytest.raises(InputError, match=rf"is asked for rows 0 to {rows - 1}"):
+        capture(Positioned(4).to("meta"), inputs)
+
+
 def test_inputs_beyond_the_table_are_refused() -> None:
     labels = XY["labels"].clone()
     labels[0] = CLASSES
