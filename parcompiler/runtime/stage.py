@@ -41,15 +41,17 @@ class Stage(nn.Module):
     names: ClassVar[Mapping[str, str]] = {}
     scopes: ClassVar[Mapping[str, str]] = {}
     once: tuple[torch.Tensor, ...] = ()  # what `constants` returned
-    _versions: list[int] | None = None  # of the buffers then
+    _versions: list[int] | None = None  # of the buffers then, behind the mode
 
     def constants(self) -> tuple[torch.Tensor, ...]:
         """Values that depend on nothing but the stage's own buffers: positions, tables."""
         return ()
 
     def prepare(self) -> None:
-        """Compute the constants: before the first forward, and again once a buffer has changed."""
-        versions = [buffer._version for buffer in self._buffers.values() if buffer is not None]
+        """Compute the constants: before the first forward, and again once a buffer or the mode has
+        changed."""
+        buffers = (buffer for buffer in self._buffers.values() if buffer is not None)
+        versions = [self.training, *(buffer._version for buffer in buffers)]
         if versions != self._versions:
             with torch.inference_mode(mode=False), torch.no_grad():
                 self.once, self._versions = self.constants(), versions

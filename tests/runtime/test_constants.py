@@ -54,7 +54,17 @@ def test_a_buffer_that_is_loaded_changes_them() -> None:
     assert stage.count == 2
 
 
-def test_constants_of_an_evaluation_serve_training() -> None:
+def test_each_mode_has_its_own() -> None:
+    class Doubling(Table):
+        def constants(self) -> tuple[Tensor, ...]:
+            return (torch.tensor(2.0 if self.training else 3.0),)
+
+    stage, x = Doubling(), torch.ones(1)
+    values = [stage.train(mode)(x)[0].item() for mode in (False, True, False, True)]
+    assert values == [3.0, 2.0, 3.0, 2.0]
+
+
+def test_constants_without_gradients_serve_training() -> None:
     stage = Table()
     with torch.inference_mode():
         stage(torch.ones(3))
