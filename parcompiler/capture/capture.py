@@ -160,42 +160,17 @@ def _follow_modes(
 ) -> str:
     """Trace the model in evaluation mode too, and let the graph follow the mode. Returns why it
     cannot; it is that of training then."""
-    graph = exported.graph_module.graph
     names = tuple(name for name, _ in original.named_modules())
     other = Known(reads_fixed=known.may_read_fixed)
     try:
         with in_modes(original, Modes(names)):
             evaluated = _exported(original, args, kwargs, other)
         known.has_read_fixed |= other.has_read_fixed
-        if not _have_equal_constants(exported, evaluated):
-            return "evaluation has other constants"
-        add_evaluation(graph, evaluated.graph_module.graph, len(original.outputs))
+        add_evaluation(exported, evaluated, len(original.outputs))
     except Exception as error:  # whatever a user's model raises: training does not need this
         return str(error).partition("\n")[0]
-    clean.drop_dead(graph)
+    clean.drop_dead(exported.graph_module.graph)
     return ""
-
-
-def _have_equal_constants(
-    one: torch.export.ExportedProgram, other: torch.export.ExportedProgram
-) -> bool:
-    """Whether constants that two traces of a model met have the same values."""
-    first, second = (
-        [
-            (spec.arg.name, program.constants[str(spec.target)])
-            for spec in program.graph_signature.input_specs
-            if spec.kind is InputKind.CONSTANT_TENSOR
-        ]
-        for program in (one, other)
-    )
-    return len(first) == len(second) and all(
-        name == other_name
-        and isinstance(tensor, torch.Tensor)
-        and isinstance(value, torch.Tensor)
-        and not tensor.is_meta
-        and torch.equal(tensor, value)
-        for (name, tensor), (other_name, value) in zip(first, second, strict=True)
-    )
 
 
 def _on_device_of(

@@ -19,13 +19,15 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Container, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.clean import where
@@ -38,7 +40,7 @@ from parcompiler.capture.effects import (
     mutated_operands,
     overload_name,
 )
-from parcompiler.capture.rewriting import called
+from parcompiler.capture.rewriting import called, inserted
 from parcompiler.errors import CaptureError
 from parcompiler.graph import is_floating, tensors_of
 
@@ -88,18 +90,37 @@ def _asks_for_mode(kind: type) -> bool:
     )
 
 
-def add_evaluation(graph: fx.Graph, evaluated: fx.Graph, outputs: int) -> None:
-    """Make a graph traced in training compute as `evaluated` does in evaluation mode.
+def add_evaluation(trained: ExportedProgram, evaluated: ExportedProgram, outputs: int) -> None:
+    """Make the graph of a trace in training compute as one in evaluation mode does.
 
     Both return the loss and `outputs` further values. Nodes of both that stand at one place of the
     model's source are one node. Raises CaptureError where the two cannot be merged: they have other
     inputs, or only one of them changes memory that both use. The graph is that of training then.
     """
-    for one, other in (graph, evaluated), (evaluated, graph):
-        _leave_shared_memory(one, {_place(node) for node in other.nodes})
-    merging = _Merging(graph, evaluated)
+    graph, other = trained.graph_module.graph, evaluated.graph_module.graph
+    for one, two in (graph, other), (other, graph):
+        _leave_shared_memory(one, {_place(node) for node in two.nodes})
+    merging = _Merging(graph, other)
+    merging.pair_constants(_constants(trained), _constants(evaluated))
     merging.pair_up(outputs)
     merging.apply()
+    for spec in evaluated.graph_signature.input_specs:
+        node = merging.alone.get(spec.arg.name)
+        if node is not None:
+            target = f"{spec.target}_of_evaluation"
+            made = InputSpec(spec.kind, TensorArgument(merging.image[node].name), target)
+            trained.graph_signature.input_specs.append(made)
+            trained.constants[target] = evaluated.constants[str(spec.target)]
+
+
+def _constants(program: ExportedProgram) -> dict[fx.Node, Any]:
+    """The tensors that a forward made of numbers, by placeholder."""
+    nodes = {node.name: node for node in program.graph_module.graph.nodes}
+    return {
+        nodes[spec.arg.name]: program.constants[str(spec.target)]
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR and spec.arg.name in nodes
+    }
 
 
 def _leave_shared_memory(graph: fx.Graph, others: Collection[Hashable]) -> None:
@@ -132,23 +153,43 @@ class _Merging:
         self.image: dict[fx.Node, fx.Node] = {}
         self.choices: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # reader, operand, the other's
         self.added: dict[fx.Node, list[fx.Node]] = {}  # behind nodes of the first graph
+        self.alone: dict[str, fx.Node] = {}  # constants of the second graph alone, by name
+        self._copies: dict[fx.Node, fx.Node] = {}  # of placeholders of the second graph
         self._places: dict[Hashable, list[int]] = {}
         self._next = 0  # nodes before it are paired, or of the first graph only
-        self._touched = set[fx.Node]()  # memory that such nodes have changed
+        self._touched: dict[fx.Node, fx.Node] = {}  # memory that such nodes change -> the last
+
+    def pair_constants(self, first: Mapping[fx.Node, Any], second: Mapping[fx.Node, Any]) -> None:
+        """Pair each constant of the second graph with one of the first that has its value and is
+        read at the same places; add it if there is none."""
+        left = dict(first)
+        for other, value in second.items():
+            readers = {*map(_place, other.users)}
+            equal = (
+                node
+                for node, known in left.items()
+                if _are_equal(known, value) and readers & {*map(_place, node.users)}
+            )
+            self.image[other] = node = next(equal, other)
+            if left.pop(node, None) is None:
+                self.alone[other.name] = other
 
     def pair_up(self, outputs: int) -> None:
         """Pair the nodes up. Raises CaptureError where the graphs cannot be merged."""
         inputs = [node for node in self.nodes if node.op == "placeholder"]
-        others = [node for node in self.evaluated.nodes if node.op == "placeholder"]
-        if [node.name for node in inputs] != [node.name for node in others] or not inputs:
-            message = "evaluation has other inputs or constants"
-            raise CaptureError(message)
-        self.image.update(zip(others, inputs, strict=True))
+        named = {node.name: node for node in inputs}
+        for other in self.evaluated.nodes:
+            if other.op == "placeholder" and other not in self.image:
+                if other.name not in named:
+                    message = f"evaluation has other inputs ({other.name})"
+                    raise CaptureError(message)
+                self.image[other] = named[other.name]
+        self.added[inputs[-1]] = [*self.alone.values()]
         self._next = len(inputs)
         for number, node in enumerate(self.nodes):
             self._places.setdefault(_place(node), []).append(number)
-        for node in self.evaluated.nodes:
-            if node.op == "call_function" and not self._pair(node) and not self._add(node):
+        for node in list(self.evaluated.nodes):
+            if node.op == "call_function" and not self._find_place(node):
                 why = "one mode alone draws, writes to memory or has unknown sizes"
                 message = f"{why}: {where(node)}"
                 raise CaptureError(message)
@@ -164,6 +205,30 @@ class _Merging:
             message = "evaluation is another model"
             raise CaptureError(message)
 
+    def _find_place(self, other: fx.Node) -> bool:
+        """Pair a node of the second graph, or add it: as it is, else with copies as operands."""
+        if self._pair(other) or self._add(other):
+            return True
+        return self._read_copies(other) and (self._pair(other) or self._add(other))
+
+    def _read_copies(self, other: fx.Node) -> bool:
+        """Let a node of the second graph read copies of tensors of the model that the first graph
+        alone updates, made before it does. Returns whether there are any."""
+        writers, others = self.effects.writers, self.other_effects.writers
+        read = [operand for operand in other.all_input_nodes if operand.op == "placeholder"]
+        updated = [x for x in read if self.image[x] in writers and x not in others]
+        for operand in updated:
+            writer = writers[self.image[operand]][0]
+            if operand not in self._copies:
+                self._copies[operand] = copy = inserted(
+                    next(iter(operand.users)), torch.ops.aten.clone.default, operand, like=writer
+                )
+                self.image[copy] = copy
+                self.added.setdefault(writer.prev, []).append(copy)
+                self.other_effects = Effects(self.evaluated)
+            other.replace_input_with(operand, self._copies[operand])
+        return bool(updated)
+
     def _pair(self, other: fx.Node) -> bool:
         """Pair a node of the second graph with the first that is left at its place."""
         for number in self._places.get(_place(other), ()):
@@ -178,7 +243,7 @@ class _Merging:
             ):
                 return False
             common = {*node.all_input_nodes} - {operand for operand, _ in differing}
-            if any(self.effects.root(operand) in touched for operand in common):
+            if any(self._is_touched(operand, touched) for operand in common):
                 return False
             self._pass(number)
             self.image[other] = node
@@ -195,20 +260,23 @@ class _Merging:
         if not tensors or any(type(size) is not int for t in tensors for size in t.shape):
             return False  # a size that depends on data
         operands = [self.image[operand] for operand in other.all_input_nodes]
-        if any(
-            self.effects.root(operand) in self._touched
-            for operand in operands
-            if operand.graph is self.graph
-        ):
+        if any(self._is_touched(operand, self._touched) for operand in operands):
             return False
         self.image[other] = other
         self.added.setdefault(self.nodes[self._next - 1], []).append(other)
         return True
 
-    def _changed_before(self, end: int) -> set[fx.Node]:
+    def _changed_before(self, end: int) -> dict[fx.Node, fx.Node]:
         """The memory that nodes before one change which only the first graph has."""
         skipped = self.nodes[self._next : end]
-        return {self.effects.root(x) for node in skipped for x in mutated_operands(node)}
+        return {self.effects.root(x): node for node in skipped for x in mutated_operands(node)}
+
+    def _is_touched(self, image: fx.Node, touched: Mapping[fx.Node, fx.Node]) -> bool:
+        """Whether training alone has changed the memory of a value since it was made."""
+        if image.graph is not self.graph:
+            return False
+        writer = touched.get(self.effects.root(image))
+        return writer is not None and self.effects.is_before(image, writer)
 
     def _pass(self, number: int) -> None:
         """Go on behind a node of the first graph that is paired."""
@@ -216,17 +284,20 @@ class _Merging:
         self._next = number + 1
 
     def _are_kept(
-        self, pairs: Iterable[tuple[fx.Node, fx.Node]], reader: fx.Node, touched: Container[fx.Node]
+        self,
+        pairs: Iterable[tuple[fx.Node, fx.Node]],
+        reader: fx.Node,
+        touched: Mapping[fx.Node, fx.Node],
     ) -> bool:
         """Whether a node of the second graph may read its operands in `pairs` in the first: their
         memory has not been `touched`, and nothing changes it later under another name."""
         effects = self.other_effects
         for _, operand in pairs:
-            image, root = self.image[operand], effects.root(operand)
-            if image.graph is self.graph and self.effects.root(image) in touched:
+            root = effects.root(operand)
+            if self._is_touched(self.image[operand], touched):
                 return False
             later = [w for w in effects.writers.get(root, ()) if not effects.is_before(w, reader)]
-            if later and (later != [reader] or not effects.is_last_use(reader)):
+            if later and (later[0] is not reader or not effects.is_last_use(reader)):
                 return False
         return True
 
@@ -258,6 +329,8 @@ class _Merging:
             for other in added:
                 with self.graph.inserting_after(place):
                     place = self.graph.node_copy(other, self.image.__getitem__)
+                if other.op == "placeholder":  # fx does not know the names that export gave
+                    place.name = place.target = f"{other.name}_of_evaluation"
                 place.meta["val"] = _moved(other.meta.get("val"), mode)
                 self.image[other] = place
         order = {node: number for number, node in enumerate(self.graph.nodes)}
@@ -271,6 +344,13 @@ class _Merging:
                     made[pair] = self.graph.call_function(BY_MODE, pair)
                 made[pair].meta = {**behind.meta, "val": operand.meta["val"]}
             reader.replace_input_with(operand, made[pair])
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two constants are tensors of the same values."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other
+    return one.dtype == other.dtype and not one.is_meta and torch.equal(one, other)
 
 
 def _place(node: fx.Node) -> Hashable:

@@ -42,10 +42,6 @@ def sliced(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def other_constant(model: nn.Module, x: Tensor) -> Tensor:
-    return x * (torch.rand(4, 1) if model.training else torch.tensor([[3.0]]))
-
-
 def asks(model: nn.Module, x: Tensor) -> Tensor:
     while not model.training and x.sum() > 1e9:
         x = x / 2
@@ -83,11 +79,23 @@ def test_a_graph_chooses_once_where_the_modes_meet() -> None:
     ]  # fmt: skip
 
 
+def numbers(model: nn.Module, x: Tensor) -> Tensor:
+    if model.training:
+        x = x * torch.tensor(2.0) * torch.rand(4, 1)
+    return x * torch.tensor(3.0) + torch.tensor(0.5 if model.training else 4.0)
+
+
+def test_modes_share_the_constants_that_are_equal() -> None:
+    graph = capture(Model(numbers), X)
+    values = [t.item() for n, t in graph.tensors.items() if n.startswith("lifted")]
+    assert values == [2.0, 3.0, 0.5] * 3 + [4.0] * 3
+    assert not graph.modes.unfollowed
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (sliced, "one mode alone draws, writes to memory"),
-        (other_constant, "evaluation has other"),
         (asks, "Could not guard on data-dependent expression"),
         (noisy_evaluation, "one mode alone draws"),
         (elsewhere, "evaluation is another model"),

@@ -298,7 +298,7 @@ class Branching(nn.Module):
             y = self.second(F.gelu(self.first(x - self.average)))
         if self.way == "other layer" and not self.training:
             y = self.after(y) + y
-        if self.way == "unused draw":
+        if self.way == "numbers":  # the first dropout is of no use in training
             y = F.dropout(y, 0.5, self.training)
             y = F.dropout(x) if self.training else y
         if self.way == "gumbel":
@@ -306,24 +306,33 @@ class Branching(nn.Module):
         if self.way == "depth":
             y = y if drawn is None else y * drawn.add_(0.8).floor_() / 0.8
             y += x
+            y.clamp_(-2.0, 2.0)
+        if self.way == "numbers":
+            scale = torch.tensor(2.0 if self.training else 3.0)
+            y = y * scale + (torch.tensor(0.1) * torch.randn_like(y) if self.training else 0.0)
         return y + x
 
 
 WAYS = (
-    *("depth", "noise in place", "average", "unused draw"),
-    *("weights", "other layer", "gumbel", "spectral norm"),
+    *("depth", "noise in place", "average", "weights"),
+    *("other layer", "gumbel", "spectral norm", "numbers"),
 )
 
 
 class Branches(Stack):
     """Layers, and a loss, that branch on `self.training`."""
 
+    count: torch.Tensor
+
     def __init__(self) -> None:
         ways = iter(WAYS)
         super().__init__(lambda: nn.Sequential(*(Branching(next(ways)) for _ in range(2))))
+        self.register_buffer("count", torch.ones(()))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = super().forward(x, labels)
+        if self.training:
+            self.count.add_(1)
+        loss = super().forward(x, labels) / self.count
         return loss + 0.1 * self.head.weight.square().mean() if self.training else loss
 
 

@@ -467,6 +467,11 @@ class Branching(nn.Module):
             x = 2 * x
         if self.way == "other constant in training":
             x = x * torch.tensor(2.0 if self.training else 3.0)
+        if self.way == "another column in training":
+            x = x.clone()
+            if self.training:
+                x[:, 0] += 1
+            x[:, 1] += 1
         if self.way == "noise in training" and self.training:
             x = x + torch.randn_like(x)
         if self.way == "always noise":
@@ -483,7 +488,8 @@ class Branching(nn.Module):
         ("operators alone", False),
         ("scaled in training", False),
         ("noise in training", False),
-        ("other constant in training", True),
+        ("other constant in training", False),
+        ("another column in training", True),
         ("always noise", None),
         ("no loss in evaluation", None),
     ],
