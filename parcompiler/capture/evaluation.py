@@ -56,7 +56,7 @@ def branches(model: nn.Module, graph: fx.Graph) -> bool:
     """Whether a forward, traced in training, may compute something else in evaluation.
 
     It does if it draws numbers or updates floating buffers outside of operators that follow the
-    mode; it may if its source says `if self.training`.
+    mode; it may if its source reads `self.training`.
     """
     writers = Effects(graph).writers.items()
     written = (
@@ -74,20 +74,31 @@ def branches(model: nn.Module, graph: fx.Graph) -> bool:
 
 @lru_cache(maxsize=1024)
 def _asks_for_mode(kind: type) -> bool:
-    """Whether the source of a class branches on `self.training`. Choices of a probability of
-    dropout do not count, as operators follow the mode, nor those about checkpointing."""
+    """Whether the source of a class computes by `self.training`."""
     if kind.__module__.partition(".")[0] in ("builtins", "torch"):
         return False
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):  # there is no source
         return False
-    return any(
-        isinstance(node, ast.If | ast.IfExp)
-        and any(isinstance(x, ast.Attribute) and x.attr == "training" for x in ast.walk(node.test))
-        and not re.search("drop|checkpoint", ast.unparse(node))
-        for node in ast.walk(tree)
-    )
+    return _reads_mode(tree)
+
+
+def _reads_mode(node: ast.AST) -> bool:
+    """Whether source reads the mode, other than for operators that follow it (dropout, norms), for
+    checkpointing, or to check or set it."""
+    match node:
+        case ast.Attribute(attr="training", ctx=ast.Load()):
+            return True
+        case ast.Call(func=func) if re.search(r"drop|batch_norm|\.train$", ast.unparse(func)):
+            return False
+        case ast.IfExp() if re.search("drop|checkpoint", ast.unparse(node)):
+            return False
+        case ast.If(test=test) if re.search("drop|checkpoint", ast.unparse(test)):
+            return any(map(_reads_mode, (*node.body, *node.orelse)))
+        case ast.Assert() | ast.FunctionDef(name="train"):
+            return False
+    return any(map(_reads_mode, ast.iter_child_nodes(node)))
 
 
 def add_evaluation(trained: ExportedProgram, evaluated: ExportedProgram, outputs: int) -> None:

@@ -165,3 +165,37 @@ def test_dropout_needs_no_second_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traces) == 1
     capture(Model(scaled), X)
     assert len(traces) == 3
+
+
+class Passing(Dropping):
+    """Passes the mode on, to a function that draws nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return times(self.linear(x), self.training).mean()
+
+
+def times(x: Tensor, training: bool) -> Tensor:
+    return 2 * x if training else x
+
+
+class Naming(Dropping):
+    """Keeps the mode in a variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = self.training and self.dropout > 0
+        return times(self.linear(x), doubled).mean()
+
+
+class DroppingMore(Dropping):
+    """Does more than drop in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = 2 * nn.functional.dropout(x, self.dropout)
+        return self.linear(x).mean()
+
+
+@pytest.mark.parametrize("kind", [Passing, Naming, DroppingMore])
+def test_any_use_of_the_mode_is_noticed(kind: type[Dropping]) -> None:
+    graph = capture(kind(), X).fx_graph
+    assert sum(node.target is BY_MODE for node in graph.nodes) == 1
