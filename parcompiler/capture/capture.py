@@ -165,10 +165,13 @@ def _follow_modes(
     try:
         with in_modes(original, Modes(names)):
             evaluated = _exported(original, args, kwargs, other)
-        known.has_read_fixed |= other.has_read_fixed
-        add_evaluation(exported, evaluated, len(original.outputs))
     except Exception as error:  # whatever a user's model raises: training does not need this
-        return str(error).partition("\n")[0]
+        return "in evaluation mode: " + str(error).partition("\n")[0]
+    known.has_read_fixed |= other.has_read_fixed
+    try:
+        add_evaluation(exported, evaluated, len(original.outputs))
+    except Exception as error:
+        return str(error)
     clean.drop_dead(exported.graph_module.graph)
     return ""
 

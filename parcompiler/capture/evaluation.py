@@ -201,8 +201,7 @@ class _Merging:
             self._places.setdefault(_place(node), []).append(number)
         for node in list(self.evaluated.nodes):
             if node.op == "call_function" and not self._find_place(node):
-                why = "one mode alone draws, writes to memory or has unknown sizes"
-                message = f"{why}: {where(node)}"
+                message = f"{self._obstacle(node)}: {where(node)}"
                 raise CaptureError(message)
         last, other = self.graph.output_node(), self.evaluated.output_node()
         operands = [node.args[0][: 1 + outputs] for node in (last, other)]  # type: ignore[index]
@@ -212,8 +211,9 @@ class _Merging:
             message = "results have other shapes, or one mode alone changes their memory"
             raise CaptureError(message)
         self.choices += [(last, *pair) for pair in differing]
-        if sum(map(len, self.added.values())) > len(self.nodes) // 2:
-            message = "evaluation is another model"
+        added, number = sum(map(len, self.added.values())), len(self.nodes)
+        if added > number // 2:
+            message = f"evaluations add {added} operators to the {number} of training"
             raise CaptureError(message)
 
     def _find_place(self, other: fx.Node) -> bool:
@@ -221,6 +221,18 @@ class _Merging:
         if self._pair(other) or self._add(other):
             return True
         return self._read_copies(other) and (self._pair(other) or self._add(other))
+
+    def _obstacle(self, other: fx.Node) -> str:
+        """Why a node of the second graph has no place in the first."""
+        if _place(other) in self._places:
+            return "the modes differ in shapes, or in what they wrote to memory before"
+        if is_random(other):
+            return "evaluations alone draw random numbers"
+        if any(mutated_operands(other)):
+            return "evaluations alone write to memory that training has too"
+        if not _has_known_sizes(other):
+            return "sizes in evaluations depend on data"
+        return "training alone writes to memory that evaluations read afterwards"
 
     def _read_copies(self, other: fx.Node) -> bool:
         """Let a node of the second graph read copies of tensors of the model that the first graph
@@ -267,9 +279,8 @@ class _Merging:
         roots = {self.other_effects.root(operand) for operand in mutated_operands(other)}
         if is_random(other) or any(self.image[root] is not root for root in roots):
             return False
-        tensors = list(tensors_of(other.meta.get("val")))
-        if not tensors or any(type(size) is not int for t in tensors for size in t.shape):
-            return False  # a size that depends on data
+        if not _has_known_sizes(other):
+            return False
         operands = [self.image[operand] for operand in other.all_input_nodes]
         if any(self._is_touched(operand, self._touched) for operand in operands):
             return False
@@ -369,6 +380,12 @@ def _place(node: fx.Node) -> Hashable:
     stack = node.meta.get("nn_module_stack") or {}
     paths = tuple(path for path, _ in stack.values())
     return node.op, str(node.target), paths, node.meta.get("stack_trace")
+
+
+def _has_known_sizes(node: fx.Node) -> bool:
+    """Whether a node computes tensors of sizes that do not depend on data."""
+    tensors = list(tensors_of(node.meta.get("val")))
+    return bool(tensors) and all(type(size) is int for t in tensors for size in t.shape)
 
 
 def _arguments(node: fx.Node) -> Any:

@@ -95,10 +95,10 @@ def test_modes_share_the_constants_that_are_equal() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (sliced, "one mode alone draws, writes to memory"),
-        (asks, "Could not guard on data-dependent expression"),
-        (noisy_evaluation, "one mode alone draws"),
-        (elsewhere, "evaluation is another model"),
+        (sliced, "the modes differ in shapes, or in what they wrote"),
+        (asks, "in evaluation mode: cannot capture Model"),
+        (noisy_evaluation, "evaluations alone draw"),
+        (elsewhere, "evaluations add 60 operators"),
     ],
 )
 def test_branches_that_cannot_be_followed_are_told(
@@ -192,7 +192,8 @@ class DroppingMore(Dropping):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             x = 2 * nn.functional.dropout(x, self.dropout)
-        return self.linear(x).mean()
+        y: Tensor = self.linear(x)
+        return y.mean()
 
 
 @pytest.mark.parametrize("kind", [Passing, Naming, DroppingMore])
