@@ -391,6 +391,30 @@ def test_compiled_models_equal_themselves(name: str) -> None:
     assert verification.ok, verification
 
 
+class Scaled(nn.Module):
+    """A number of the first layer scales the result of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        scale = x.square().mean()
+        loss: torch.Tensor = (self.layers[1](x.tanh()) * scale).square().mean()
+        return loss
+
+
+def test_a_stage_that_receives_a_number_is_compiled() -> None:
+    torch.manual_seed(0)
+    program = pc.compile(
+        Scaled(), pc.Mesh(pipeline=2), (torch.randn(4, 6),), microbatches=1, schedule="1f1b"
+    )
+    assert () in {value.shape for value in program.lowered.values.values()}
+    verification = program.verify(compiled=True)
+    assert verification.ok, verification
+
+
 @pytest.mark.sweep
 def test_a_compiled_resnet_equals_itself() -> None:
     torch.manual_seed(0)

@@ -191,7 +191,8 @@ class Finder:
             order = value.order or tuple(range(len(value.shape)))
             made = torch.empty([value.shape[d] for d in order], dtype=value.dtype, device=device)
             carries = self._surroundings.training and value.differentiable
-            yield name, made.permute(*map(order.index, range(len(order)))).requires_grad_(carries)
+            made = made.permute([order.index(dim) for dim in range(len(order))])
+            yield name, made.requires_grad_(carries)
 
 
 def find_extras(
