@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import fx
 
+from parcompiler.capture.evaluation import BY_MODE
 from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.elementwise import NONLINEAR
 from parcompiler.spmd.rules import is_unknown, strategies, written_rule
@@ -108,6 +109,7 @@ CASES: Mapping[str, list[Case]] = {
         ]
         for name in ("_conj", "imag", "matrix_H")
     },
+    "by_mode": [lambda a, b, c, d: example(BY_MODE, real(a, b), real(a, b))],
     "complex": [lambda a, b, c, d: example(aten.complex.default, real(a, b), real(a, b))],
     "copy": [lambda a, b, c, d: example(aten.copy_.default, real(a, b), real(1, b))],
     "dropout": [
