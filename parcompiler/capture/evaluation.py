@@ -18,7 +18,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -72,16 +72,25 @@ def branches(model: nn.Module, graph: fx.Graph) -> bool:
     )
 
 
-@lru_cache(maxsize=1024)
 def _asks_for_mode(kind: type) -> bool:
     """Whether the source of a class computes by `self.training`."""
     if kind.__module__.partition(".")[0] in ("builtins", "torch"):
         return False
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):  # there is no source
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):  # there is no source
         return False
-    return _reads_mode(tree)
+    return kind.__name__ in _asking(source)
+
+
+@lru_cache(maxsize=256)
+def _asking(source: str) -> frozenset[str]:
+    """The classes of a module that compute by the mode: a file is parsed once for all of them."""
+    try:
+        nodes = ast.walk(ast.parse(source)) if "training" in source else ()
+    except SyntaxError:
+        return frozenset()
+    return frozenset(n.name for n in nodes if isinstance(n, ast.ClassDef) and _reads_mode(n))
 
 
 def _reads_mode(node: ast.AST) -> bool:
