@@ -170,8 +170,10 @@ def _follow_modes(
     known.has_read_fixed |= other.has_read_fixed
     try:
         add_evaluation(exported, evaluated, len(original.outputs))
-    except Exception as error:
+    except CaptureError as error:
         return str(error)
+    except Exception as error:  # a fault of ours is said, and stops no training either
+        return f"{type(error).__name__}: {error}"
     clean.drop_dead(exported.graph_module.graph)
     return ""
 

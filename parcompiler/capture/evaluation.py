@@ -19,7 +19,9 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -76,14 +78,16 @@ def _asks_for_mode(kind: type) -> bool:
     """Whether the source of a class computes by `self.training`."""
     if kind.__module__.partition(".")[0] in ("builtins", "torch"):
         return False
-    try:
-        source = inspect.getsource(sys.modules[kind.__module__])
-    except (KeyError, OSError, TypeError):  # there is no source
-        return False
-    return kind.__name__ in _asking(source)
+    with suppress(KeyError, OSError, TypeError):
+        return kind.__name__ in _asking(inspect.getsource(sys.modules[kind.__module__]))
+    for method in filter(inspect.isfunction, vars(kind).values()):  # a notebook has no file
+        with suppress(OSError, SyntaxError):
+            if _reads_mode(ast.parse(textwrap.dedent(inspect.getsource(method)))):
+                return True
+    return False
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _asking(source: str) -> frozenset[str]:
     """The classes of a module that compute by the mode: a file is parsed once for all of them."""
     try:

@@ -28,11 +28,11 @@ class Metrics:
 
     `jsonl` is a file that gets a line of JSON each time; of a step that a resumed run makes again
     the last line counts. `tensorboard` is the folder of its events, where those of such steps are
-    hidden, `steps` the number of steps in
-    all. The rank that computes longest, and memory, are over all ranks in the reported step. MFU,
-    the model's FLOPs over the peak of all devices, needs the report of the worker's export. Every
-    rank makes one and makes the same calls. Raises InputError where `every` is no number of steps,
-    the file cannot be written, or TensorBoard is not installed.
+    hidden, `steps` the number of steps in all. The rank that computes longest, and memory, are over
+    all ranks in the reported step. MFU, the model's FLOPs over the peak of all devices, needs the
+    report of the worker's export. Every rank makes one and makes the same calls. Raises InputError
+    where `every` is no number of steps, the file cannot be written, or TensorBoard is not
+    installed.
     """
 
     def __init__(

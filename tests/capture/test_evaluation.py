@@ -1,7 +1,9 @@
 """One graph computes as either mode of a model does."""
 
+import linecache
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -199,4 +201,22 @@ class DroppingMore(Dropping):
 @pytest.mark.parametrize("kind", [Passing, Naming, DroppingMore])
 def test_any_use_of_the_mode_is_noticed(kind: type[Dropping]) -> None:
     graph = capture(kind(), X).fx_graph
+    assert sum(node.target is BY_MODE for node in graph.nodes) == 1
+
+
+def test_a_class_of_a_notebook_has_its_source_in_its_methods() -> None:
+    cell = """
+class InACell(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        loss = self.linear(x).mean()
+        return loss + self.linear.weight.square().sum() if self.training else loss
+"""
+    linecache.cache["<cell 1>"] = len(cell), None, cell.splitlines(keepends=True), "<cell 1>"
+    space: dict[str, Any] = {"torch": torch, "__name__": "a notebook"}
+    exec(compile(cell, "<cell 1>", "exec"), space)
+    graph = capture(space["InACell"](), X).fx_graph
     assert sum(node.target is BY_MODE for node in graph.nodes) == 1
