@@ -215,7 +215,8 @@ class InACell(torch.nn.Module):
         loss = self.linear(x).mean()
         return loss + self.linear.weight.square().sum() if self.training else loss
 """
-    linecache.cache["<cell 1>"] = len(cell), None, cell.splitlines(keepends=True), "<cell 1>"
+    lines = list[str](cell.splitlines(keepends=True))
+    linecache.cache["<cell 1>"] = len(cell), None, lines, "<cell 1>"
     space: dict[str, Any] = {"torch": torch, "__name__": "a notebook"}
     exec(compile(cell, "<cell 1>", "exec"), space)
     graph = capture(space["InACell"](), X).fx_graph
